@@ -1,0 +1,148 @@
+"""Reading an exported model file: what it says of itself, and running it bare.
+
+The bare run goes past EncoderSession, to see what the file does by itself. TorchScript
+and .pt2 files are code: open them only from a bundle whose hashes were checked.
+"""
+
+import dataclasses
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import torch
+from torch.export import ExportedProgram
+
+from causal_encoder.export.prepare import INPUT, METADATA_EXTRA, OUTPUT_NAME
+from causal_encoder.serve.cpu import available_cpus
+
+Array = npt.NDArray[Any]
+Run = Callable[[Array], Array]
+
+_ORT_LOG_FATAL = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a model file says of itself.
+
+    Attributes:
+        operators: number of operators of each type.
+        opset, ir_version: of an ONNX file.
+        metadata: what the exporter wrote into it, see export/prepare.py.
+        input_axes, output_axes: names of dynamic axes, sizes of fixed ones; None where
+            the format fixes no axis (TorchScript).
+    """
+
+    operators: Counter[str]
+    opset: int | None = None
+    ir_version: int | None = None
+    metadata: Mapping[str, str]
+    input_axes: tuple[str | int, ...] | None = None
+    output_axes: tuple[str | int, ...] | None = None
+
+
+def read_facts(path: Path, format: str) -> Facts:  # noqa: A002  # the word of the manifest
+    """Read a model file of the given format without running it."""
+    return {"onnx": _onnx_facts, "torchscript": _script_facts, "program": _program_facts}[format](
+        path
+    )
+
+
+def open_bare(path: Path, format: str) -> Run:  # noqa: A002  # the word of the manifest
+    """Load a model file with its own runtime on CPU: (B, T) int64 -> (B, T, D) float32."""
+    return {"onnx": _onnx_run, "torchscript": _script_run, "program": _program_run}[format](path)
+
+
+def _onnx_facts(path: Path) -> Facts:
+    proto = onnx.load(path, load_external_data=False)
+    (opset,) = (entry.version for entry in proto.opset_import if entry.domain == "")
+    return Facts(
+        operators=Counter(node.op_type for node in proto.graph.node),
+        opset=opset,
+        ir_version=proto.ir_version,
+        metadata={prop.key: prop.value for prop in proto.metadata_props},
+        input_axes=_axes(proto.graph.input[0]),
+        output_axes=_axes(proto.graph.output[0]),
+    )
+
+
+def _axes(value: onnx.ValueInfoProto) -> tuple[str | int, ...]:
+    return tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
+
+
+def _onnx_run(path: Path) -> Run:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = available_cpus()
+    options.log_severity_level = _ORT_LOG_FATAL
+    session = onnxruntime.InferenceSession(
+        path, options, providers=["CPUExecutionProvider"], enable_fallback=0
+    )
+
+    def run(ids: Array) -> Array:
+        hidden: Array = session.run([OUTPUT_NAME], {INPUT.name: ids})[0]
+        return hidden
+
+    return run
+
+
+def _load_script(path: Path, extra: dict[str, Any]) -> torch.jit.ScriptModule:
+    with warnings.catch_warnings(), path.open("rb") as file:
+        warnings.filterwarnings("ignore", ".*torch.jit.*", DeprecationWarning)
+        return torch.jit.load(file, map_location="cpu", _extra_files=extra)  # type: ignore[no-untyped-call]
+
+
+def _script_facts(path: Path) -> Facts:
+    extra: dict[str, Any] = {METADATA_EXTRA: ""}
+    scripted = _load_script(path, extra)
+    operators: Counter[str] = Counter()
+    pending = list(scripted.inlined_graph.nodes())
+    while pending:
+        node = pending.pop()
+        if node.kind().startswith("aten::"):
+            operators[node.kind()] += 1
+        for block in node.blocks():
+            pending.extend(block.nodes())
+    return Facts(operators=operators, metadata=json.loads(extra[METADATA_EXTRA]))
+
+
+def _script_run(path: Path) -> Run:
+    return _torch_run(_load_script(path, {}))
+
+
+def _load_program(path: Path, extra: dict[str, Any]) -> ExportedProgram:
+    with path.open("rb") as file:
+        return torch.export.load(file, extra_files=extra)
+
+
+def _program_facts(path: Path) -> Facts:
+    extra: dict[str, Any] = {METADATA_EXTRA: ""}
+    program = _load_program(path, extra)
+    nodes = program.graph_module.graph.nodes
+    (ids,) = (node for node in nodes if node.name in program.graph_signature.user_inputs)
+    return Facts(
+        operators=Counter(str(node.target) for node in nodes if node.op == "call_function"),
+        metadata=json.loads(extra[METADATA_EXTRA]),
+        input_axes=tuple(
+            name if isinstance(size, torch.SymInt) else int(size)
+            for name, size in zip(INPUT.axes, ids.meta["val"].shape, strict=True)
+        ),
+    )
+
+
+def _program_run(path: Path) -> Run:
+    return _torch_run(_load_program(path, {}).module())
+
+
+def _torch_run(module: Callable[[torch.Tensor], torch.Tensor]) -> Run:
+    def run(ids: Array) -> Array:
+        with torch.no_grad():
+            return np.asarray(module(torch.from_numpy(ids)))
+
+    return run

@@ -1,0 +1,113 @@
+"""Export to ONNX: one file with dynamic axes, its limits in its metadata."""
+
+import logging
+import os
+from pathlib import Path
+
+import onnx
+import torch
+from torch.export import Dim
+
+from causal_encoder.errors import ExportError
+from causal_encoder.export.prepare import INPUT, OUTPUT_NAME, metadata, prepare
+from causal_encoder.export.publish import publish
+from causal_encoder.export.verify import Progress
+from causal_encoder.export.wrapper import OnnxEncoder
+from causal_encoder.model import CausalEncoder
+from causal_encoder.serve.bundle import Manifest
+
+OPSETS = range(18, 24)
+DEFAULT_OPSET = 23
+IR_VERSION = 10  # readable by every ONNX Runtime we support; onnx's own default is not
+# A protobuf ends at 2 GiB, and readers copy one whole: above this, weights go beside it.
+SINGLE_FILE_LIMIT_BYTES = 3 * 2**29
+# Smaller tensors stay inside: shape inference of ONNX Runtime reads some of them.
+_INLINE_LIMIT_BYTES = 1024
+
+
+def export_onnx(
+    model: CausalEncoder,
+    path: str | os.PathLike[str],
+    *,
+    opset: int = DEFAULT_OPSET,
+    max_len: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Export to an ONNX bundle, verify the written file, then publish it.
+
+    Args:
+        model: the trained model; it is left as it is.
+        path: folder of the bundle, made by this call.
+        opset: version of the ai.onnx operator set, 18 to 23.
+        max_len: longest sequence of the export; the model's own if not given. Cannot be
+            changed for learned positions.
+        force: replace an existing bundle.
+        progress: called with (step, done, total) as verification goes on.
+
+    Returns:
+        The manifest of the published bundle, its parity report inside.
+
+    Raises:
+        ExportError: an argument was refused, the file failed verification, or the folder
+            cannot be written. Nothing is published then, and an old bundle stays.
+    """
+    if opset not in OPSETS:
+        raise ExportError(f"opset {opset} is outside {OPSETS.start}..{OPSETS.stop - 1}")
+    prepared = prepare(model, max_len)
+
+    def write(path: Path) -> None:
+        _save(_trace(prepared, opset), path)
+
+    return publish(prepared, "onnx", path, write, force=force, progress=progress)
+
+
+def _trace(model: CausalEncoder, opset: int) -> onnx.ModelProto:
+    # No upper bound on the axes: the guard row makes T = L + 1 a valid shape.
+    axes = {0: Dim(str(INPUT.axes[0])), 1: Dim(str(INPUT.axes[1]))}
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = registration.level
+    registration.setLevel(logging.ERROR)  # it warns of operators of torchvision, not installed
+    try:
+        program = torch.onnx.export(
+            OnnxEncoder(model, opset),
+            (torch.zeros(2, 2, dtype=torch.int64),),
+            input_names=[INPUT.name],
+            output_names=[OUTPUT_NAME],
+            opset_version=opset,
+            dynamo=True,
+            dynamic_shapes=(axes,),
+            verbose=False,
+        )
+    finally:
+        registration.setLevel(level)
+    assert program is not None
+    proto = program.model_proto
+    proto.ir_version = IR_VERSION
+    _strip_traces(proto)
+    for key, value in metadata(model.config, "fp32").items():
+        proto.metadata_props.add(key=key, value=value)
+    return proto
+
+
+def _strip_traces(proto: onnx.ModelProto) -> None:
+    """Drop the exporter's notes: they hold source paths of the machine that exported."""
+    graph = proto.graph
+    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info):
+        del part.metadata_props[:]
+    for tensor in graph.initializer:
+        del tensor.metadata_props[:]
+
+
+def _save(proto: onnx.ModelProto, path: Path) -> None:
+    # The folder is fresh: onnx appends to an existing data file instead of replacing it.
+    if proto.ByteSize() <= SINGLE_FILE_LIMIT_BYTES:
+        onnx.save_model(proto, path)
+    else:
+        onnx.save_model(
+            proto,
+            path,
+            save_as_external_data=True,
+            location=f"{path.name}.data",
+            size_threshold=_INLINE_LIMIT_BYTES,
+        )

@@ -1,0 +1,99 @@
+"""What every exporter starts from: a private copy of the model, and its metadata."""
+
+import dataclasses
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+
+import onnxruntime
+import torch
+
+from causal_encoder import __version__
+from causal_encoder.errors import ConfigError, ExportError
+from causal_encoder.model import CausalEncoder, EncoderConfig
+from causal_encoder.serve.bundle import Tensor
+
+# The one table of names: example inputs, graph inputs and the manifest are made from it.
+INPUT = Tensor(name="input_ids", dtype="int64", axes=("batch", "sequence"))
+OUTPUT_NAME = "hidden"
+CONFIG_EXTRA = "config.json"
+METADATA_EXTRA = "metadata.json"
+
+
+def output_of(config: EncoderConfig) -> Tensor:
+    """The output: (batch, sequence, D) float32."""
+    return Tensor(name=OUTPUT_NAME, dtype="float32", axes=(*INPUT.axes, config.d_model))
+
+
+def prepare(model: CausalEncoder, max_len: int | None = None) -> CausalEncoder:
+    """Copy a model for export: float32, on CPU, eval mode, no dropout, max_len as asked.
+
+    The caller's model is left as it is, its training mode too.
+
+    Args:
+        model: the trained model.
+        max_len: the longest sequence of the export; the model's own if not given.
+
+    Raises:
+        ExportError: max_len cannot be changed, or a weight is not finite.
+    """
+    config = exported_config(model.config, max_len)
+    with torch.device("cpu"):
+        copy = CausalEncoder(config)
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if not bool(tensor.isfinite().all()):
+            raise ExportError(f"{name} holds NaN or infinity; export a checkpoint that is whole")
+    copy.load_state_dict(state)
+    return copy.eval().requires_grad_(False)
+
+
+def exported_config(config: EncoderConfig, max_len: int | None) -> EncoderConfig:
+    """The config of the export: without dropout, and with another max_len if asked.
+
+    Raises:
+        ExportError: max_len is not valid, or a learned table fixes it.
+    """
+    length = config.max_len if max_len is None else max_len
+    if length != config.max_len and config.has_learned:
+        raise ExportError(
+            f"max_len {length} was asked for, but the learned position table has "
+            f"{config.max_len} rows and no others were trained; leave max_len out"
+        )
+    try:
+        return dataclasses.replace(config, max_len=length, dropout=0.0)
+    except ConfigError as error:
+        raise ExportError(str(error)) from error
+
+
+def metadata(config: EncoderConfig, precision: str) -> Mapping[str, str]:
+    """What the model file says of itself, for those who load it without the bundle."""
+    return {
+        "causal_encoder.version": __version__,
+        "causal_encoder.vocab_size": str(config.vocab_size),
+        "causal_encoder.max_len": str(config.max_len),
+        "causal_encoder.d_model": str(config.d_model),
+        "causal_encoder.position": config.position,
+        "causal_encoder.precision": precision,
+    }
+
+
+def extra_files(config: EncoderConfig) -> dict[str, str]:
+    """The same and the config, as the extra files of TorchScript and .pt2 archives."""
+    return {
+        CONFIG_EXTRA: json.dumps(config.to_dict()),
+        METADATA_EXTRA: json.dumps(metadata(config, "fp32")),
+    }
+
+
+def tool_versions() -> Mapping[str, str]:
+    """Versions of what makes and checks a bundle."""
+    return {
+        "causal-encoder": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "onnx": version("onnx"),
+        "onnxscript": version("onnxscript"),
+        "onnxruntime": onnxruntime.__version__,
+    }

@@ -1,0 +1,187 @@
+"""Publishing: from a written model file to a verified bundle that appears in one step.
+
+Everything is written into a hidden folder beside the target, verified there, and moved
+into place by renaming it. See causal_encoder.serve.folder for the locks and for what a
+kill leaves behind; a hidden folder whose process died is removed by the next export.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from causal_encoder.errors import ExportError
+from causal_encoder.export.artifact import read_facts
+from causal_encoder.export.prepare import INPUT, output_of, tool_versions
+from causal_encoder.export.verify import Progress, verify_prepared
+from causal_encoder.model import CausalEncoder, fingerprint
+from causal_encoder.serve.bundle import MANIFEST_FILE, MODEL_FILES, File, Manifest, sha256_of
+from causal_encoder.serve.folder import aside, locked, put_back, restore
+
+if sys.platform != "win32":
+    import fcntl
+
+# The oldest ONNX Runtime that exported files were tested with.
+MIN_ONNXRUNTIME = "1.28.0"
+
+
+def publish(
+    model: CausalEncoder,
+    format: str,  # noqa: A002  # the word of the manifest and of the command
+    path: str | os.PathLike[str],
+    write: Callable[[Path], None],
+    *,
+    force: bool,
+    progress: Progress | None,
+) -> Manifest:
+    """Write, verify, seal and publish a bundle.
+
+    Args:
+        model: the prepared model that `write` exports.
+        format: "onnx", "torchscript" or "program".
+        path: folder of the bundle.
+        write: writes the model file to the path it is given.
+        force: replace an existing bundle.
+        progress: see export_onnx.
+
+    Returns:
+        The published manifest.
+
+    Raises:
+        ExportError: the target is taken, verification failed, or writing failed.
+    """
+    target = Path(path).resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        restore(target)
+        _check_target(target, force)
+        with _staging(target) as folder:
+            write(folder / MODEL_FILES[format])
+            manifest = _describe(folder, format, model)
+            _write_manifest(folder, manifest)
+            report = verify_prepared(folder, model, "cpu", progress)
+            if not report.proven:
+                raise ExportError(f"not published, because {report.first_failure}")
+            manifest = dataclasses.replace(manifest, parity=report.to_dict())
+            _write_manifest(folder, manifest)
+            _flush(folder)
+            _move_into_place(folder, target, force)
+    except OSError as error:
+        raise ExportError(f"{error.filename or target}: {error.strerror or error}") from error
+    return manifest
+
+
+def _describe(folder: Path, format: str, model: CausalEncoder) -> Manifest:  # noqa: A002
+    facts = read_facts(folder / MODEL_FILES[format], format)
+    return Manifest(
+        format=format,
+        config=model.config.to_dict(),
+        precision="fp32",
+        inputs=(INPUT,),
+        outputs=(output_of(model.config),),
+        operators=dict(sorted(facts.operators.items())),
+        opset=facts.opset,
+        ir_version=facts.ir_version,
+        min_onnxruntime=MIN_ONNXRUNTIME if format == "onnx" else None,
+        tools=tool_versions(),
+        checkpoint_sha256=fingerprint(model),
+        files={
+            entry.name: File(size_bytes=entry.stat().st_size, sha256=sha256_of(entry))
+            for entry in sorted(folder.iterdir())
+        },
+        parity=None,
+    )
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def _check_target(target: Path, force: bool) -> None:
+    """Only a bundle may be replaced, and only if that was asked for."""
+    if not os.path.lexists(target):
+        return
+    if not _is_bundle(target):
+        raise ExportError(f"{target} exists and is not a bundle; choose another path")
+    if not force:
+        raise ExportError(f"{target} exists; pass --force to replace it, or choose another path")
+
+
+def _is_bundle(folder: Path) -> bool:
+    """A folder with a manifest, of any version and even if damaged, and no foreign file."""
+    try:
+        manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
+        known = {MANIFEST_FILE, *manifest["files"]}
+        return "schema_version" in manifest and {p.name for p in folder.iterdir()} <= known
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+@contextlib.contextmanager
+def _staging(target: Path) -> Iterator[Path]:
+    """A hidden folder beside the target, gone afterwards; dead ones are removed first."""
+    prefix, suffix = f".{target.name}.", ".partial"
+    with locked(target.parent, exclusive=True):
+        for entry in target.parent.iterdir():
+            if entry.name.startswith(prefix) and entry.name.endswith(suffix):
+                _remove_if_dead(entry)
+        if target.exists():
+            shutil.rmtree(aside(target), ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=target.parent))
+        alive = os.open(folder, os.O_RDONLY) if sys.platform != "win32" else None
+        if sys.platform != "win32" and alive is not None:
+            with contextlib.suppress(OSError):  # as in serve.folder.locked
+                fcntl.flock(alive, fcntl.LOCK_EX)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # already moved, if all went well
+        if alive is not None:
+            os.close(alive)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """A living export holds the lock of its folder until it ends, however it ends."""
+    if sys.platform == "win32":
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _flush(folder: Path) -> None:
+    """Onto the disk before the rename makes it visible; readable as the umask says."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _move_into_place(folder: Path, target: Path, force: bool) -> None:
+    with locked(target.parent, exclusive=True):
+        put_back(target)
+        _check_target(target, force)  # again: another export may have been faster
+        if not target.exists():
+            os.rename(folder, target)
+            return
+        os.rename(target, aside(target))
+        try:
+            os.rename(folder, target)
+        except OSError:
+            os.rename(aside(target), target)
+            raise
+        shutil.rmtree(aside(target), ignore_errors=True)

@@ -1,0 +1,152 @@
+"""Verification: does an exported file compute what the model computes?
+
+The table of what is checked is in causal_encoder.export.checks.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from causal_encoder.errors import BundleError, ConfigError
+from causal_encoder.export.checks import CHECKS, Finding, open_subject
+from causal_encoder.export.prepare import exported_config, prepare
+from causal_encoder.model import CausalEncoder, EncoderConfig
+from causal_encoder.serve import open_bundle
+
+# Called with (check, checks done, checks in all).
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One row of a report.
+
+    Attributes:
+        name: what was checked.
+        passed: whether it holds.
+        measured, limit: the number, and what it may be at most, where there is one.
+        detail: the first failing case; empty if it holds.
+    """
+
+    name: str
+    passed: bool
+    measured: float | None
+    limit: float | None
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What verification found, check by check."""
+
+    format: str
+    device: str
+    checks: tuple[Check, ...]
+
+    @property
+    def proven(self) -> bool:
+        """Whether every check holds."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def first_failure(self) -> str:
+        """Name and detail of the first check that does not hold; empty if all do."""
+        for check in self.checks:
+            if not check.passed:
+                return f"{check.name} is refuted: {check.detail}"
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; the README documents them."""
+        return {
+            "verdict": "proven" if self.proven else "refuted",
+            "format": self.format,
+            "device": self.device,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+        }
+
+
+def verify(
+    bundle: str | os.PathLike[str],
+    model: CausalEncoder,
+    *,
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> Report:
+    """Check a bundle against the model it was exported from. Changes nothing on disk.
+
+    Args:
+        bundle: folder of the bundle.
+        model: the model, for example from load_checkpoint.
+        device: "cpu", "cuda" or "auto" for ONNX; the other formats are checked on CPU.
+        progress: called with (check, done, total).
+
+    Returns:
+        Every check with its number and its first failing case.
+
+    Raises:
+        BundleError: the bundle is damaged.
+        DeviceError: "cuda" was asked for and cannot be used here.
+    """
+    with open_bundle(bundle) as opened:
+        manifest = opened.manifest
+    try:
+        config = EncoderConfig.from_dict(manifest.config)
+    except ConfigError as error:
+        raise BundleError(f"{bundle}: config in the manifest: {error}") from error
+    own = exported_config(model.config, None)
+    alike = own if own.has_learned else dataclasses.replace(own, max_len=config.max_len)
+    if config != alike:
+        name, theirs = next(
+            (name, value)
+            for name, value in config.to_dict().items()
+            if value != getattr(alike, name)
+        )
+        difference = f"{name} is {theirs!r} in the bundle, {getattr(alike, name)!r} in the model"
+        return Report(
+            format=manifest.format,
+            device="cpu",
+            checks=(_row("source", Finding(detail=difference)),),
+        )
+    return verify_prepared(bundle, prepare(model, config.max_len), device, progress)
+
+
+def verify_prepared(
+    bundle: str | os.PathLike[str],
+    model: CausalEncoder,
+    device: str,
+    progress: Progress | None,
+) -> Report:
+    """As `verify`, for a prepared model that has the bundle's config."""
+    with open_bundle(bundle) as opened:
+        subject = open_subject(opened, model, device)
+    rows = []
+    with torch.no_grad():
+        for done, (name, check) in enumerate(CHECKS.items()):
+            if progress is not None:
+                progress(name, done, len(CHECKS))
+            rows.append(_row(name, _find(check, subject)))
+    if progress is not None:
+        progress("done", len(CHECKS), len(CHECKS))
+    return Report(format=opened.manifest.format, device=subject.device, checks=tuple(rows))
+
+
+def _find(check: Callable[[Any], Finding], subject: Any) -> Finding:
+    try:
+        return check(subject)
+    except Exception as error:  # noqa: BLE001  # whatever an artifact raises on valid input refutes it
+        reason = str(error).splitlines()[0] if str(error) else ""
+        return Finding(detail=f"{type(error).__name__}: {reason}")
+
+
+def _row(name: str, finding: Finding) -> Check:
+    return Check(
+        name=name,
+        passed=not finding.detail,
+        measured=finding.measured,
+        limit=finding.limit,
+        detail=finding.detail,
+    )

@@ -1,0 +1,156 @@
+"""Build an encoder from a trained torch.nn.TransformerEncoder."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from causal_encoder.errors import ConfigError
+from causal_encoder.model.config import EncoderConfig
+from causal_encoder.model.encoder import Block, CausalEncoder
+
+
+def from_torch_encoder(
+    encoder: nn.TransformerEncoder,
+    embedding: nn.Embedding,
+    *,
+    position: str,
+    position_table: Tensor | None = None,
+    max_len: int | None = None,
+) -> CausalEncoder:
+    """Copy the weights of a trained PyTorch model that was run with a causal mask.
+
+    The result computes what `encoder(embedding(ids) + positions, mask=M)` computes with
+    the square subsequent mask M, in eval mode. If the model multiplies its embedding by
+    sqrt(d_model), as the 2017 paper does, multiply `embedding.weight` first.
+
+    Args:
+        encoder: stack of torch.nn.TransformerEncoderLayer; batch_first does not matter.
+        embedding: (V, D), the token embedding.
+        position: the scheme that was trained with, see EncoderConfig.position.
+        position_table: (L, D), the trained table; needed for the learned schemes only.
+        max_len: L for the other schemes, 2048 if not given.
+
+    Returns:
+        A CausalEncoder in eval mode with float32 copies of the weights, on CPU.
+
+    Raises:
+        ConfigError: a part has no counterpart here, or shapes do not fit.
+    """
+    config = _config_of(encoder, embedding, position, position_table, max_len)
+    model = CausalEncoder(config)
+    with torch.no_grad():
+        _copy("embedding.weight", embedding.weight, model.token_embedding.weight)
+        _copy("position_table", position_table, model.positions.learned)
+        for block, layer in zip(model.blocks, encoder.layers, strict=True):
+            assert isinstance(block, Block)
+            assert isinstance(layer, nn.TransformerEncoderLayer)
+            _copy_layer(layer, block)
+        if encoder.norm is not None:
+            _copy_module("encoder.norm", encoder.norm, model.final_norm)
+    return model.eval()
+
+
+def _config_of(
+    encoder: nn.TransformerEncoder,
+    embedding: nn.Embedding,
+    position: str,
+    position_table: Tensor | None,
+    max_len: int | None,
+) -> EncoderConfig:
+    if embedding.max_norm is not None:
+        raise ConfigError(
+            f"the embedding has max_norm {embedding.max_norm}, which rescales rows when they are "
+            "read; apply it to the weight once and set max_norm to None"
+        )
+    settings = _stack_settings(encoder)
+    settings["vocab_size"] = embedding.num_embeddings
+    settings["position"] = position
+    if position_table is not None:
+        if max_len not in (None, len(position_table)):
+            raise ConfigError(
+                f"max_len is {max_len} but position_table has {len(position_table)} rows; "
+                "leave max_len out"
+            )
+        settings["max_len"] = len(position_table)
+    elif max_len is not None:
+        settings["max_len"] = max_len
+    config = EncoderConfig.from_dict(settings)
+    if config.has_learned != (position_table is not None):
+        needed = "needs" if config.has_learned else "takes no"
+        raise ConfigError(f"position {position!r} {needed} position_table")
+    return config
+
+
+def _stack_settings(encoder: nn.TransformerEncoder) -> dict[str, object]:
+    if len(encoder.layers) == 0:
+        raise ConfigError("the encoder has 0 layers, at least 1 is needed")
+    settings = []
+    for index, layer in enumerate(encoder.layers):
+        if type(layer) is not nn.TransformerEncoderLayer:
+            raise ConfigError(
+                f"layer {index} is {type(layer).__name__}, expected "
+                "torch.nn.TransformerEncoderLayer"
+            )
+        settings.append(_layer_settings(layer))
+    if any(other != settings[0] for other in settings):
+        raise ConfigError("the layers differ in their settings; all must be alike")
+    first, norm = settings[0], encoder.norm
+    if norm is not None and not isinstance(norm, nn.LayerNorm):
+        raise ConfigError(f"encoder.norm is {type(norm).__name__}, expected LayerNorm")
+    if norm is not None and norm.eps != first["layer_norm_eps"]:
+        raise ConfigError(
+            f"encoder.norm has eps {norm.eps}, its layers {first['layer_norm_eps']}; "
+            "all must be equal"
+        )
+    return first | {"num_layers": len(settings), "final_norm": norm is not None}
+
+
+def _layer_settings(layer: nn.TransformerEncoderLayer) -> dict[str, object]:
+    if layer.norm1.eps != layer.norm2.eps:
+        raise ConfigError(f"layer norms have eps {layer.norm1.eps} and {layer.norm2.eps}")
+    return {
+        "d_model": layer.self_attn.embed_dim,
+        "num_heads": layer.self_attn.num_heads,
+        "d_ff": layer.linear1.out_features,
+        "activation": _activation_name(layer.activation),
+        "norm": "pre" if layer.norm_first else "post",
+        "dropout": float(layer.dropout.p),
+        "layer_norm_eps": layer.norm1.eps,
+        "bias": layer.linear1.bias is not None,
+    }
+
+
+def _activation_name(activation: object) -> str:
+    if activation in (F.relu, torch.relu) or isinstance(activation, nn.ReLU):
+        return "relu"
+    if isinstance(activation, nn.GELU):
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    if activation is F.gelu:
+        return "gelu"
+    raise ConfigError(f"activation {activation!r} is unknown, expected relu or gelu")
+
+
+def _copy_layer(layer: nn.TransformerEncoderLayer, block: Block) -> None:
+    attention = layer.self_attn
+    _copy("self_attn.in_proj_weight", attention.in_proj_weight, block.attention.qkv.weight)
+    _copy("self_attn.in_proj_bias", attention.in_proj_bias, block.attention.qkv.bias)
+    _copy_module("self_attn.out_proj", attention.out_proj, block.attention.out)
+    _copy_module("linear1", layer.linear1, block.feed_forward.up)
+    _copy_module("linear2", layer.linear2, block.feed_forward.down)
+    _copy_module("norm1", layer.norm1, block.attention_norm)
+    _copy_module("norm2", layer.norm2, block.feed_forward_norm)
+
+
+def _copy_module(name: str, source: nn.Module, target: nn.Module) -> None:
+    _copy(f"{name}.weight", source.get_parameter("weight"), target.get_parameter("weight"))
+    _copy(f"{name}.bias", getattr(source, "bias", None), getattr(target, "bias", None))
+
+
+def _copy(name: str, source: Tensor | None, target: Tensor | None) -> None:
+    if source is None and target is None:
+        return
+    if source is None or target is None or source.shape != target.shape:
+        found = None if source is None else tuple(source.shape)
+        expected = None if target is None else tuple(target.shape)
+        raise ConfigError(f"{name} has shape {found}, expected {expected}")
+    target.copy_(source)

@@ -1,0 +1,332 @@
+"""Bundles: the manifest's schema, reading it, and the checks made before anything is run.
+
+A bundle is a folder with one exported model and `manifest.json`, which names every other
+file with its size and SHA-256. Writing bundles lives in causal_encoder.export.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from causal_encoder.errors import BundleError
+from causal_encoder.serve.folder import locked, restore
+
+MANIFEST_FILE = "manifest.json"
+SCHEMA_VERSION = 1
+FORMATS = ("onnx", "torchscript", "program")
+MODEL_FILES = {"onnx": "model.onnx", "torchscript": "model.pt", "program": "model.pt2"}
+PRECISIONS = ("fp32",)
+_MANIFEST_LIMIT_BYTES = 4 * 2**20  # ours are about 10 KiB
+_CHUNK_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """An input or output: its name, NumPy dtype, and axes (named ones are dynamic)."""
+
+    name: str
+    dtype: str
+    axes: tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class File:
+    """What a file of the bundle must be."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What is known of a bundle.
+
+    Attributes:
+        format: "onnx", "torchscript" or "program".
+        config: the EncoderConfig fields, with max_len as exported.
+        precision: type of the weights, "fp32".
+        inputs, outputs: names, dtypes and axes.
+        operators: number of operators of each type in the model file.
+        opset, ir_version, min_onnxruntime: for onnx: versions of the file, and the oldest
+            ONNX Runtime it was tested with.
+        tools: versions of what made the bundle.
+        checkpoint_sha256: fingerprint of the weights it came from.
+        files: every file of the bundle other than the manifest.
+        parity: the report of the verification made before publishing.
+    """
+
+    format: str
+    config: Mapping[str, Any]
+    precision: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    operators: Mapping[str, int]
+    opset: int | None
+    ir_version: int | None
+    min_onnxruntime: str | None
+    tools: Mapping[str, str]
+    checkpoint_sha256: str
+    files: Mapping[str, File]
+    parity: Mapping[str, Any] | None
+
+    @property
+    def vocab_size(self) -> int:
+        """V; valid ids are 0..V-1."""
+        return int(self.config["vocab_size"])
+
+    @property
+    def max_len(self) -> int:
+        """L, the longest sequence."""
+        return int(self.config["max_len"])
+
+    @property
+    def d_model(self) -> int:
+        """D, the width of the output."""
+        return int(self.config["d_model"])
+
+    @property
+    def position(self) -> str:
+        """The position scheme."""
+        return str(self.config["position"])
+
+    def to_json(self) -> str:
+        """The text of manifest.json, sealed with a digest of itself."""
+        fields = {
+            "schema_version": SCHEMA_VERSION,
+            "max_len": self.max_len,
+            "vocab_size": self.vocab_size,
+            **dataclasses.asdict(self),
+        }
+        return json.dumps(fields | {"digest": _digest(fields)}, indent=2) + "\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A bundle whose files were found whole."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def model_path(self) -> Path:
+        """The model file."""
+        return self.folder / MODEL_FILES[self.manifest.format]
+
+
+@contextlib.contextmanager
+def open_bundle(path: str | os.PathLike[str]) -> Iterator[Bundle]:
+    """Check every file of a bundle and keep it from being replaced inside the block.
+
+    Raises:
+        BundleError: a file is missing, added, changed, or of an unknown version.
+    """
+    folder = Path(path).resolve()
+    restore(folder)
+    if not folder.is_dir():
+        raise BundleError(
+            f"{path} is not a folder; a bundle is a folder with {MANIFEST_FILE} and a model"
+        )
+    with locked(folder.parent, exclusive=False):
+        try:
+            manifest = read_manifest(folder)
+            _check_files(folder, manifest)
+        except OSError as error:
+            raise BundleError(f"{error.filename or folder}: {error.strerror}") from error
+        yield Bundle(folder=folder, manifest=manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Parse and check manifest.json.
+
+    Raises:
+        BundleError: it is missing, edited, or of another schema.
+        OSError: it cannot be read.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        raise BundleError(f"{path} is missing; {folder} is not a bundle")
+    _check_regular(path)
+    if path.stat().st_size > _MANIFEST_LIMIT_BYTES:
+        raise BundleError(f"{path} is over {_MANIFEST_LIMIT_BYTES} bytes")
+    try:
+        fields = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise BundleError(f"{path} holds {type(fields).__name__}, expected a JSON object")
+    version = fields.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema_version {version!r}, this version reads {SCHEMA_VERSION}; "
+            "export the bundle again or install a matching causal-encoder"
+        )
+    digest = fields.pop("digest", None)
+    if digest != _digest(fields):
+        raise BundleError(f"{path} was changed after it was written: its digest does not match")
+    return _Reader(path).manifest(fields)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    """Over the values, not the layout of the text; a guard against accident, not attack."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """Names first, then sizes, then hashes: the cheap reason is found before the dear one."""
+    found = {entry.name for entry in folder.iterdir()} - {MANIFEST_FILE}
+    for name in sorted(set(manifest.files) - found):
+        raise BundleError(f"{folder / name} is missing; copy or export the bundle again")
+    for name in sorted(found - set(manifest.files)):
+        raise BundleError(f"{folder / name} is not part of the bundle; remove it")
+    for name, expected in manifest.files.items():
+        _check_regular(folder / name)
+        size = (folder / name).stat().st_size
+        if size != expected.size_bytes:
+            raise BundleError(
+                f"{folder / name} has {size} bytes, expected {expected.size_bytes}; "
+                "copy or export the bundle again"
+            )
+    for name, expected in manifest.files.items():
+        if sha256_of(folder / name) != expected.sha256:
+            raise BundleError(
+                f"{folder / name} was changed: its SHA-256 is not the one in {MANIFEST_FILE}; "
+                "copy or export the bundle again"
+            )
+
+
+def _check_regular(path: Path) -> None:
+    """A link could lead out of the folder, to a file that was never hashed."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise BundleError(f"{path} is not a regular file; copy the file itself into the bundle")
+
+
+class _Reader:
+    """Turns parsed JSON into a Manifest, naming the first field that is not as it must be."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def manifest(self, fields: Mapping[str, Any]) -> Manifest:
+        names = {field.name for field in dataclasses.fields(Manifest)}
+        derived = {"schema_version", "max_len", "vocab_size"}
+        if set(fields) != names | derived:
+            odd = sorted(set(fields) ^ (names | derived))[0]
+            self.refuse(odd, "unknown" if odd in fields else "missing")
+        manifest = Manifest(
+            format=self.choice(fields, "format", FORMATS),
+            config=self.config(fields["config"]),
+            precision=self.choice(fields, "precision", PRECISIONS),
+            inputs=self.tensors(fields, "inputs"),
+            outputs=self.tensors(fields, "outputs"),
+            operators={
+                name: self.whole(f"operators.{name}", count, 1)
+                for name, count in self.mapping(fields, "operators").items()
+            },
+            opset=self.optional_whole(fields, "opset"),
+            ir_version=self.optional_whole(fields, "ir_version"),
+            min_onnxruntime=self.optional_text(fields, "min_onnxruntime"),
+            tools={
+                name: self.text(f"tools.{name}", version)
+                for name, version in self.mapping(fields, "tools").items()
+            },
+            checkpoint_sha256=self.sha256("checkpoint_sha256", fields["checkpoint_sha256"]),
+            files={
+                name: self.file(name, entry)
+                for name, entry in self.mapping(fields, "files").items()
+            },
+            parity=None if fields["parity"] is None else self.mapping(fields, "parity"),
+        )
+        for name in ("max_len", "vocab_size"):
+            if fields[name] != manifest.config[name]:
+                self.refuse(name, f"{fields[name]!r}, but config says {manifest.config[name]!r}")
+        if MODEL_FILES[manifest.format] not in manifest.files:
+            self.refuse("files", f"without {MODEL_FILES[manifest.format]}")
+        return manifest
+
+    def config(self, value: Any) -> Mapping[str, Any]:
+        """Only what serving relies on; the whole config is checked where a model is built."""
+        if not isinstance(value, dict):
+            self.refuse("config", f"{type(value).__name__}, expected an object")
+        for name in ("vocab_size", "max_len", "d_model"):
+            self.whole(f"config.{name}", value.get(name), 1)
+        self.text("config.position", value.get("position"))
+        return value
+
+    def tensors(self, fields: Mapping[str, Any], name: str) -> tuple[Tensor, ...]:
+        value = fields[name]
+        if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], dict):
+            self.refuse(name, "not a list of one object")
+        if set(value[0]) != {"name", "dtype", "axes"} or not isinstance(value[0]["axes"], list):
+            self.refuse(name, f"{value[0]!r}, expected name, dtype and axes")
+        for axis in value[0]["axes"]:
+            if not isinstance(axis, str):
+                self.whole(f"{name}.axes", axis, 1)
+        return (
+            Tensor(
+                name=self.text(f"{name}.name", value[0]["name"]),
+                dtype=self.text(f"{name}.dtype", value[0]["dtype"]),
+                axes=tuple(value[0]["axes"]),
+            ),
+        )
+
+    def file(self, name: str, value: Any) -> File:
+        if name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\\" in name or "\0" in name:
+            self.refuse("files", f"{name!r}, expected a plain file name")
+        if not isinstance(value, dict) or set(value) != {"size_bytes", "sha256"}:
+            self.refuse(f"files.{name}", f"{value!r}, expected size_bytes and sha256")
+        return File(
+            size_bytes=self.whole(f"files.{name}.size_bytes", value["size_bytes"], 0),
+            sha256=self.sha256(f"files.{name}.sha256", value["sha256"]),
+        )
+
+    def choice(self, fields: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> str:
+        value = fields[name]
+        if not isinstance(value, str) or value not in choices:
+            self.refuse(name, f"{value!r}, expected one of {', '.join(choices)}")
+        return value
+
+    def mapping(self, fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        value = fields[name]
+        if not isinstance(value, dict):
+            self.refuse(name, f"{type(value).__name__}, expected an object")
+        return value
+
+    def whole(self, name: str, value: Any, least: int) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+            self.refuse(name, f"{value!r}, expected a whole number of at least {least}")
+        return value
+
+    def optional_whole(self, fields: Mapping[str, Any], name: str) -> int | None:
+        return None if fields[name] is None else self.whole(name, fields[name], 1)
+
+    def text(self, name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            self.refuse(name, f"{value!r}, expected text")
+        return value
+
+    def optional_text(self, fields: Mapping[str, Any], name: str) -> str | None:
+        return None if fields[name] is None else self.text(name, fields[name])
+
+    def sha256(self, name: str, value: Any) -> str:
+        text = self.text(name, value)
+        if len(text) != 64 or set(text) - set("0123456789abcdef"):
+            self.refuse(name, f"{text!r}, expected 64 hexadecimal digits")
+        return text
+
+    def refuse(self, name: str, found: str) -> NoReturn:
+        raise BundleError(f"{self.path}: {name} is {found}")

@@ -1,0 +1,135 @@
+"""The one place where ids are checked before they reach ONNX Runtime.
+
+On CUDA an id out of range reads as zeros and on CPU -1 reads the last row, both without
+an error, so everything is decided here, on the host. Checked in this order: type, empty
+sequence, length, ids.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from causal_encoder import errors
+from causal_encoder.serve.bundle import Manifest
+
+Ids = npt.NDArray[np.int64]
+OVERFLOWS = ("error", "truncate")
+
+
+def check_batch(ids: Any, manifest: Manifest, overflow: str) -> Ids:
+    """Turn a rectangular batch into what the model takes.
+
+    Args:
+        ids: (B, T) array or nested lists, of any integer dtype and byte order.
+        manifest: names the limits max_len and vocab_size.
+        overflow: "error" refuses T > max_len, "truncate" keeps the first max_len tokens
+            of each row and warns.
+
+    Returns:
+        (B, T) int64, contiguous, native byte order, every value in 0..vocab_size-1.
+
+    Raises:
+        InputError: one of its four kinds.
+    """
+    array = _as_integers(ids)
+    if array.ndim != 2:
+        raise errors.invalid_rank(array.shape)
+    if array.shape[1] == 0:
+        raise errors.empty_sequence()
+    array = array[:, : _allowed_length(array.shape[1], manifest, overflow)]
+    wide = _widen(array)
+    if _any_out_of_range(wide, manifest.vocab_size):
+        row, column = _first_out_of_range(wide, manifest.vocab_size)
+        token = int(array[row, column])
+        raise errors.token_out_of_range(token, row, column, manifest.vocab_size)
+    return wide
+
+
+def check_ragged(rows: Sequence[Any], manifest: Manifest, overflow: str) -> list[Ids]:
+    """Turn sequences of different lengths into int64 vectors; errors name the row.
+
+    Args:
+        rows: one sequence of ids each.
+        manifest: names the limits max_len and vocab_size.
+        overflow: as in check_batch, for each row.
+
+    Returns:
+        One (len_i,) int64 vector a row.
+
+    Raises:
+        InputError: one of its four kinds.
+    """
+    if isinstance(rows, str | bytes) or not hasattr(rows, "__iter__"):
+        raise errors.InvalidInputError(
+            f"rows are {type(rows).__name__}, expected a list of sequences of ids"
+        )
+    checked = []
+    for index, row in enumerate(rows):
+        try:
+            array = _as_integers(row)
+        except errors.InvalidInputError as error:
+            raise errors.InvalidInputError(f"sequence {index}: {error}") from error
+        if array.ndim != 1:
+            raise errors.InvalidInputError(
+                f"sequence {index} has shape {array.shape}, expected one axis of ids"
+            )
+        checked.append(array)
+    for index, array in enumerate(checked):
+        if array.shape[0] == 0:
+            raise errors.empty_sequence(index)
+    limits = [_allowed_length(array.shape[0], manifest, overflow) for array in checked]
+    wide = [_widen(array[:limit]) for array, limit in zip(checked, limits, strict=True)]
+    if wide and _any_out_of_range(np.concatenate(wide), manifest.vocab_size):
+        for index, row in enumerate(wide):
+            if _any_out_of_range(row, manifest.vocab_size):
+                (column,) = _first_out_of_range(row, manifest.vocab_size)
+                token = int(checked[index][column])
+                raise errors.token_out_of_range(token, index, column, manifest.vocab_size)
+    return wide
+
+
+def _as_integers(ids: Any) -> npt.NDArray[Any]:
+    if ids is None or isinstance(ids, str | bytes):
+        raise errors.InvalidInputError(f"ids are {type(ids).__name__}, expected integers")
+    try:
+        array = np.asarray(ids)
+    except Exception as error:  # array-likes of other libraries raise what they like
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise errors.InvalidInputError(
+            f"ids are not a rectangular array of integers ({reason}); "
+            "pass rows of different lengths to encode"
+        ) from error
+    if array.size == 0 and not isinstance(ids, np.ndarray) and not hasattr(ids, "__array__"):
+        array = array.astype(np.int64)  # an empty list has no type of its own
+    if array.dtype.kind not in "iu":
+        raise errors.invalid_dtype(array.dtype)
+    return array
+
+
+def _allowed_length(length: int, manifest: Manifest, overflow: str) -> int:
+    if length <= manifest.max_len:
+        return length
+    if overflow == "error":
+        raise errors.sequence_too_long(length, manifest.max_len, manifest.position)
+    warnings.warn(
+        f"a sequence of {length} tokens was cut to its first {manifest.max_len} (max_len)",
+        stacklevel=5,  # the caller of the session's method
+    )
+    return manifest.max_len
+
+
+def _widen(array: npt.NDArray[Any]) -> Ids:
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _any_out_of_range(wide: Ids, vocab_size: int) -> bool:
+    # Read as unsigned, a negative id is huge, so one maximum answers for both ends. An id
+    # of 2^63 or more wrapped to negative when it was widened, and is caught the same way.
+    return wide.size > 0 and int(wide.view(np.uint64).max()) >= vocab_size
+
+
+def _first_out_of_range(wide: Ids, vocab_size: int) -> tuple[int, ...]:
+    return tuple(int(axis[0]) for axis in (wide.view(np.uint64) >= vocab_size).nonzero())

@@ -1,0 +1,173 @@
+"""Which device a session runs on, and proof that it does.
+
+ONNX Runtime answers a missing CUDA library with a log line and a CPU session, and
+`get_available_providers()` lists what was compiled in, not what works. So the libraries
+are looked for first, and afterwards every node is counted where it was placed.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import io
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import onnxruntime
+
+from causal_encoder.errors import DeviceError
+
+DEVICES = ("auto", "cpu", "cuda")
+CPU_PROVIDER = "CPUExecutionProvider"
+CUDA_PROVIDER = "CUDAExecutionProvider"
+# The driver, then what libonnxruntime_providers_cuda.so of the CUDA 13 builds links to.
+_CUDA_LIBRARIES = (
+    "libcuda.so.1",
+    "libcudart.so.13",
+    "libcublasLt.so.13",
+    "libcublas.so.13",
+    "libcurand.so.10",
+)
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a session runs.
+
+    Attributes:
+        requested: the device asked for: "auto", "cpu" or "cuda".
+        device: the device in use: "cpu" or "cuda".
+        reason: why `auto` chose it; empty if it was asked for by name.
+        nodes: number of graph nodes on each execution provider.
+        off_device: "Type name" of each node that is not on the device; empty on success.
+    """
+
+    requested: str
+    device: str
+    reason: str
+    nodes: Mapping[str, int]
+    off_device: tuple[str, ...]
+
+
+def cuda_problem() -> str | None:
+    """Why CUDA cannot be used here, or None if nothing stands against it."""
+    if CUDA_PROVIDER not in onnxruntime.get_available_providers():
+        return (
+            f"onnxruntime {onnxruntime.__version__} was built without CUDA; "
+            "install onnxruntime-gpu in its place"
+        )
+    if sys.platform != "linux":
+        return None  # other names there; placement is proven after loading all the same
+    driver, *libraries = _CUDA_LIBRARIES
+    if not _loads(driver):
+        return f"{driver} not found; install the NVIDIA driver (in a container: run with GPUs)"
+    # Finds the libraries of the nvidia-* wheels; prints its misses, which we name ourselves.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        onnxruntime.preload_dlls()
+    for library in libraries:
+        if not _loads(library):
+            return f"{library} not found; pip install 'onnxruntime-gpu[cuda,cudnn]'"
+    return None
+
+
+def open_on(
+    device: str,
+    model_path: str,
+    options: onnxruntime.SessionOptions,
+    cuda_options: Mapping[str, Any],
+) -> tuple[onnxruntime.InferenceSession, Placement]:
+    """Open a model on the device and prove that it runs there.
+
+    Args:
+        device: "cpu", "cuda", or "auto", which takes CUDA where it truly works.
+        model_path: the .onnx file.
+        options: session options; recording of node placement is switched on in them.
+        cuda_options: options of the CUDA provider.
+
+    Raises:
+        DeviceError: "cuda" was asked for and a library is missing or a node stayed on CPU.
+        Exception: ONNX Runtime's own, if the model cannot be loaded.
+    """
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if device == "cpu":
+        return _open_on_cpu(device, "", model_path, options)
+    try:
+        return _open_on_cuda(device, model_path, options, cuda_options)
+    except DeviceError as error:
+        if device == "cuda":
+            raise
+        if CUDA_PROVIDER in onnxruntime.get_available_providers():
+            _logger.warning("running on CPU: %s", error)
+        return _open_on_cpu(device, str(error), model_path, options)
+
+
+def _open_on_cpu(
+    requested: str, reason: str, model_path: str, options: onnxruntime.SessionOptions
+) -> tuple[onnxruntime.InferenceSession, Placement]:
+    session = onnxruntime.InferenceSession(
+        model_path, options, providers=[CPU_PROVIDER], enable_fallback=0
+    )
+    return session, _placement(session, requested, "cpu", reason)
+
+
+def _open_on_cuda(
+    requested: str,
+    model_path: str,
+    options: onnxruntime.SessionOptions,
+    cuda_options: Mapping[str, Any],
+) -> tuple[onnxruntime.InferenceSession, Placement]:
+    if problem := cuda_problem():
+        raise DeviceError(f"CUDA cannot be used: {problem}")
+    try:
+        session = onnxruntime.InferenceSession(
+            model_path,
+            options,
+            providers=[(CUDA_PROVIDER, dict(cuda_options))],
+            enable_fallback=0,
+        )
+    except Exception as error:  # ONNX Runtime has no public base class for its errors
+        raise DeviceError(f"CUDA cannot be used: {first_line(error)}") from error
+    placement = _placement(session, requested, "cuda", "CUDA works here")
+    if placement.off_device:
+        raise DeviceError(
+            f"{len(placement.off_device)} nodes are not on CUDA but on another provider: "
+            f"{', '.join(placement.off_device[:5])}; export the model again with this version"
+        )
+    return session, placement
+
+
+def _placement(
+    session: onnxruntime.InferenceSession, requested: str, device: str, reason: str
+) -> Placement:
+    provider = CUDA_PROVIDER if device == "cuda" else CPU_PROVIDER
+    nodes: Counter[str] = Counter()
+    off_device = []
+    for subgraph in session.get_provider_graph_assignment_info():
+        for node in subgraph.get_nodes():
+            nodes[subgraph.ep_name] += 1
+            if subgraph.ep_name != provider:
+                off_device.append(f"{node.op_type} {node.name}")
+    return Placement(
+        requested=requested,
+        device=device,
+        reason=reason if requested == "auto" else "",
+        nodes=dict(nodes),
+        off_device=tuple(off_device),
+    )
+
+
+def first_line(error: Exception) -> str:
+    """ONNX Runtime's reason without the source position and the lines after it."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

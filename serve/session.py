@@ -1,0 +1,201 @@
+"""EncoderSession: run an ONNX bundle in this process, without torch."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from causal_encoder.errors import (
+    BundleError,
+    CausalEncoderError,
+    ConfigError,
+    DeviceError,
+    NonFiniteOutputError,
+)
+from causal_encoder.serve.batching import plan_batches
+from causal_encoder.serve.bundle import Manifest, open_bundle
+from causal_encoder.serve.cpu import available_cpus
+from causal_encoder.serve.inputs import OVERFLOWS, Ids, check_batch, check_ragged
+from causal_encoder.serve.placement import DEVICES, Placement, first_line, open_on
+
+Hidden = npt.NDArray[np.float32]
+
+_ORT_LOG_FATAL = 4  # the exceptions carry the same text
+
+
+class EncoderSession:
+    """A bundle, checked whole and ready to run. Safe to call from many threads.
+
+    Args:
+        bundle: folder of an ONNX bundle.
+        device: "cpu"; "cuda", which refuses to be anything else; or "auto", CUDA where it
+            works and otherwise CPU, which `placement` and a log line then say.
+        threads: threads of one call on CPU; by default what the container allows.
+        gpu_memory_limit_bytes: cap on ONNX Runtime's CUDA arena; by default none.
+        overflow: "error" refuses a sequence over max_len, "truncate" cuts it and warns.
+        check_finite: raise instead of returning NaN or infinity.
+
+    Raises:
+        BundleError: the bundle is damaged, or is not an ONNX bundle.
+        DeviceError: "cuda" was asked for and is not truly used.
+        ConfigError: an option is outside its limits.
+    """
+
+    def __init__(
+        self,
+        bundle: str | os.PathLike[str],
+        device: str = "auto",
+        *,
+        threads: int | None = None,
+        gpu_memory_limit_bytes: int | None = None,
+        overflow: str = "error",
+        check_finite: bool = True,
+    ) -> None:
+        _check_choice("device", device, DEVICES)
+        _check_choice("overflow", overflow, OVERFLOWS)
+        _check_positive("threads", threads)
+        _check_positive("gpu_memory_limit_bytes", gpu_memory_limit_bytes)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or available_cpus()
+        options.inter_op_num_threads = 1
+        options.log_severity_level = _ORT_LOG_FATAL
+        # TF32 would round fp32 products to 10 bits of mantissa; ONNX Runtime's default is on.
+        cuda_options = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+        if gpu_memory_limit_bytes is not None:
+            cuda_options["gpu_mem_limit"] = str(gpu_memory_limit_bytes)
+        with open_bundle(bundle) as opened:
+            if opened.manifest.format != "onnx":
+                raise BundleError(
+                    f"{bundle} holds a {opened.manifest.format} model, a session runs onnx; "
+                    "export the checkpoint with 'causal-encoder export onnx'"
+                )
+            try:
+                self._session, self._placement = open_on(
+                    device, str(opened.model_path), options, cuda_options
+                )
+            except CausalEncoderError:
+                raise
+            except Exception as error:  # ONNX Runtime has no public base class for its errors
+                raise BundleError(f"{opened.model_path}: {first_line(error)}") from error
+        self._manifest = opened.manifest
+        self._input = opened.manifest.inputs[0].name
+        self._output = opened.manifest.outputs[0].name
+        self._overflow = overflow
+        self._check_finite = check_finite
+        self._process = os.getpid()
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is known of the bundle."""
+        return self._manifest
+
+    @property
+    def placement(self) -> Placement:
+        """What was asked for, what is in use, and the nodes on each provider."""
+        return self._placement
+
+    def run(self, ids: Any) -> Hidden:
+        """Encode a batch of equally long sequences.
+
+        Args:
+            ids: (B, T), integers of any width and byte order, 1 <= T <= max_len, values
+                in 0..vocab_size-1. B = 0 gives an empty result.
+
+        Returns:
+            (B, T, D) float32.
+
+        Raises:
+            InputError: one of its four kinds, before anything reaches ONNX Runtime.
+            NonFiniteOutputError: the weights produced NaN or infinity.
+        """
+        return self._run(check_batch(ids, self._manifest, self._overflow))
+
+    def encode(self, rows: Sequence[Any]) -> list[Hidden]:
+        """Encode sequences of different lengths, batched by length inside.
+
+        Rows are padded on the right, which changes nothing for a causal model: no real
+        position sees a later one.
+
+        Args:
+            rows: one sequence of ids each, of 1 to max_len tokens.
+
+        Returns:
+            One (len_i, D) float32 array a row, in the order of the rows.
+
+        Raises:
+            InputError: as `run`, naming the row.
+            NonFiniteOutputError: as `run`.
+        """
+        checked = check_ragged(rows, self._manifest, self._overflow)
+        results: list[Hidden] = [np.empty((0, 0), np.float32)] * len(checked)
+        for batch in plan_batches([len(row) for row in checked]):
+            padded = np.zeros((len(batch), max(len(checked[i]) for i in batch)), np.int64)
+            for place, i in enumerate(batch):
+                padded[place, : len(checked[i])] = checked[i]
+            hidden = self._run(padded)
+            for place, i in enumerate(batch):
+                results[i] = hidden[place, : len(checked[i])].copy()  # frees the padded batch
+        return results
+
+    def run_on_device(self, ids: onnxruntime.OrtValue) -> onnxruntime.OrtValue:
+        """Run on ids that are on the session's device and leave the result there.
+
+        For benchmarks and pipelines that stay on the GPU: the values of ids are not
+        checked, and are the caller's to check.
+
+        Args:
+            ids: (B, T) int64 on the session's device.
+
+        Returns:
+            (B, T, D) float32 on the same device.
+        """
+        self._check_process()
+        binding = self._session.io_binding()
+        binding.bind_ortvalue_input(self._input, ids)
+        binding.bind_output(self._output, self._placement.device)
+        self._session.run_with_iobinding(binding)
+        return binding.get_outputs()[0]
+
+    def _run(self, ids: Ids) -> Hidden:
+        self._check_process()
+        if ids.shape[0] == 0:  # ONNX Runtime's attention refuses empty tensors
+            return np.empty((*ids.shape, self._manifest.d_model), np.float32)
+        hidden: Hidden
+        if self._placement.device == "cuda":
+            on_device = onnxruntime.OrtValue.ortvalue_from_numpy(ids, "cuda", 0)
+            hidden = self.run_on_device(on_device).numpy()
+        else:
+            hidden = self._session.run([self._output], {self._input: ids})[0]
+        # A NaN or infinity survives a sum, and one pass of adding is the cheapest check. A
+        # sum of finite values can overflow too, so only then is every value looked at.
+        if self._check_finite:
+            with np.errstate(over="ignore", invalid="ignore"):
+                suspicious = not np.isfinite(hidden.sum())
+            if suspicious and not np.isfinite(hidden).all():
+                raise NonFiniteOutputError(
+                    "the model returned NaN or infinity for valid ids: its weights overflow or "
+                    "are damaged; verify the bundle, or pass check_finite=False to see the values"
+                )
+        return hidden
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise DeviceError(
+                f"this session was opened in process {self._process} and its threads did not "
+                "survive the fork; open a session in each process"
+            )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is {value!r}, expected a whole number of at least 1")
