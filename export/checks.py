@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from causal_encoder.errors import (
+    DeviceError,
     EmptySequenceError,
     InputError,
     SequenceTooLongError,
@@ -128,7 +129,12 @@ def open_subject(bundle: Bundle, model: CausalEncoder, device: str) -> Subject:
     """Load what the checks need; afterwards the bundle may be replaced."""
     bare = open_bare(bundle.model_path, bundle.manifest.format)
     run, used_device = bare, "cpu"
-    if bundle.manifest.format == "onnx":
+    if bundle.manifest.format != "onnx":
+        if device == "cuda":
+            raise DeviceError(
+                f"a {bundle.manifest.format} bundle is verified on CPU; pass --device cpu"
+            )
+    else:
         session = EncoderSession(bundle.folder, device, check_finite=False)
         run, used_device = session.run, session.placement.device
     return Subject(

@@ -1,7 +1,10 @@
 """Export to ONNX: one file with dynamic axes, its limits in its metadata."""
 
+import contextlib
 import logging
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -65,12 +68,9 @@ def export_onnx(
 def _trace(model: CausalEncoder, opset: int) -> onnx.ModelProto:
     # No upper bound on the axes: the guard row makes T = L + 1 a valid shape.
     axes = {0: Dim(str(INPUT.axes[0])), 1: Dim(str(INPUT.axes[1]))}
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = registration.level
-    registration.setLevel(logging.ERROR)  # it warns of operators of torchvision, not installed
-    try:
+    with _known_noise_silenced():
         program = torch.onnx.export(
-            OnnxEncoder(model, opset),
+            OnnxEncoder(model, opset).eval(),
             (torch.zeros(2, 2, dtype=torch.int64),),
             input_names=[INPUT.name],
             output_names=[OUTPUT_NAME],
@@ -79,8 +79,6 @@ def _trace(model: CausalEncoder, opset: int) -> onnx.ModelProto:
             dynamic_shapes=(axes,),
             verbose=False,
         )
-    finally:
-        registration.setLevel(level)
     assert program is not None
     proto = program.model_proto
     proto.ir_version = IR_VERSION
@@ -88,6 +86,20 @@ def _trace(model: CausalEncoder, opset: int) -> onnx.ModelProto:
     for key, value in metadata(model.config, "fp32").items():
         proto.metadata_props.add(key=key, value=value)
     return proto
+
+
+@contextlib.contextmanager
+def _known_noise_silenced() -> Iterator[None]:
+    """Two messages of torch 2.13 that say nothing about the model; all others are shown."""
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = registration.level
+    registration.setLevel(logging.ERROR)  # operators of torchvision, which is not installed
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # torch's own use
+            yield
+    finally:
+        registration.setLevel(level)
 
 
 def _strip_traces(proto: onnx.ModelProto) -> None:

@@ -102,11 +102,20 @@ def _as_integers(ids: Any) -> npt.NDArray[Any]:
             f"ids are not a rectangular array of integers ({reason}); "
             "pass rows of different lengths to encode"
         ) from error
+    if isinstance(ids, list | tuple) and _holds_bool(ids):
+        raise errors.invalid_dtype("bool")  # among integers, NumPy would read True as 1
     if array.size == 0 and not isinstance(ids, np.ndarray) and not hasattr(ids, "__array__"):
         array = array.astype(np.int64)  # an empty list has no type of its own
     if array.dtype.kind not in "iu":
         raise errors.invalid_dtype(array.dtype)
     return array
+
+
+def _holds_bool(items: Sequence[Any]) -> bool:
+    return any(
+        _holds_bool(item) if isinstance(item, list | tuple) else isinstance(item, bool | np.bool_)
+        for item in items
+    )
 
 
 def _allowed_length(length: int, manifest: Manifest, overflow: str) -> int:

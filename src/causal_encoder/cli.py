@@ -1,0 +1,439 @@
+"""The command line: each command parses, calls the library, and prints.
+
+Everything heavy is imported inside the commands, so that --help is instant and `run` and
+`inspect` work on an install without torch and onnx.
+"""
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from causal_encoder import __version__, render
+from causal_encoder.errors import CausalEncoderError, CheckpointError, DeviceError
+from causal_encoder.files import write_whole
+
+if TYPE_CHECKING:
+    from causal_encoder.serve import Manifest
+
+EXIT_REFUSED = 1
+EXIT_CANNOT_CHECK = 3
+
+_EXTRA_OF = {
+    "torch": "export",
+    "onnx": "export",
+    "onnxscript": "export",
+    "safetensors": "export",
+    "matplotlib": "plot",
+}
+_DEFAULT_SEQ_LENS = (16, 64, 256, 1024)
+
+_device = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="cuda refuses to be anything else; auto takes CUDA where it works.",
+)
+_checkpoint = click.argument("checkpoint", type=click.Path(path_type=Path))
+_bundle = click.argument("bundle", type=click.Path(path_type=Path))
+_json_file = click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, allow_dash=True),
+    help="Write the result as JSON to this file; - is standard output.",
+)
+
+
+class _Commands(click.Group):
+    """The one place where the library's errors become one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CausalEncoderError as error:
+            raise click.ClickException(" ".join(str(error).split())) from error
+        except ModuleNotFoundError as error:
+            extra = _EXTRA_OF.get((error.name or "").split(".")[0])
+            if extra is None:
+                raise
+            raise click.ClickException(
+                f"this command needs {error.name}, which is not installed; "
+                f"pip install 'causal-encoder[{extra}]'"
+            ) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, package_name="causal-encoder")
+def main() -> None:
+    """Export causal transformer encoders, prove the exports, run and measure them.
+
+    \b
+    A checkpoint is a folder with config.json and model.safetensors.
+    A bundle is a folder with one exported model and its manifest.json.
+
+    Exit codes: 0 done; 1 refused or refuted; 2 wrong usage; 3 could not be checked here.
+    """
+
+
+@main.command()
+@_checkpoint
+@click.option("--vocab-size", type=int, required=True, help="Number of token ids.")
+@click.option("--d-model", type=int, default=512, show_default=True, help="Hidden width.")
+@click.option("--num-heads", type=int, default=8, show_default=True, help="Attention heads.")
+@click.option("--num-layers", type=int, default=6, show_default=True, help="Blocks.")
+@click.option("--max-len", type=int, default=2048, show_default=True, help="Longest sequence.")
+@click.option(
+    "--position",
+    type=click.Choice(["sinusoidal", "learned", "sinusoidal+learned", "none"]),
+    default="sinusoidal",
+    show_default=True,
+    help="Position scheme.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights.")
+def new(checkpoint: Path, seed: int, **fields: Any) -> None:
+    """Make a checkpoint with random weights.
+
+    \b
+    Example:
+      causal-encoder new ckpt/ --vocab-size 1000 --d-model 512 --num-layers 2
+    """
+    import torch
+
+    from causal_encoder.model import CausalEncoder, EncoderConfig, save_checkpoint
+
+    if checkpoint.exists():
+        raise CheckpointError(f"{checkpoint} exists; choose another path")
+    torch.manual_seed(seed)
+    model = CausalEncoder(EncoderConfig(**fields))
+    save_checkpoint(model, checkpoint)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    click.echo(f"{checkpoint}: {count:,} parameters, random, seed {seed}")
+
+
+@main.group()
+def export() -> None:
+    """Export a checkpoint to a bundle, verified before it appears."""
+
+
+def _export_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option("--force", is_flag=True, help="Replace BUNDLE if it is a bundle."),
+        click.option(
+            "--max-len",
+            type=int,
+            help="Longest sequence of the export; cannot be changed for learned positions.",
+        ),
+        _bundle,
+        _checkpoint,
+    ):
+        command = option(command)
+    return command
+
+
+@export.command("onnx")
+@_export_options
+@click.option(
+    "--opset",
+    type=click.IntRange(18, 23),
+    default=23,
+    show_default=True,
+    help="ai.onnx operator set; from 23 on attention is one operator.",
+)
+def export_onnx_command(checkpoint: Path, bundle: Path, **options: Any) -> None:
+    """Export to ONNX, for ONNX Runtime and every runtime that reads it.
+
+    \b
+    Example:
+      causal-encoder export onnx ckpt/ bundle/
+    """
+    from causal_encoder.export import export_onnx
+
+    _export(export_onnx, checkpoint, bundle, options)
+
+
+@export.command("torchscript")
+@_export_options
+def export_torchscript_command(checkpoint: Path, bundle: Path, **options: Any) -> None:
+    """Export to TorchScript, which PyTorch has deprecated; see `program`.
+
+    \b
+    Example:
+      causal-encoder export torchscript ckpt/ bundle-ts/
+    """
+    from causal_encoder.export import export_torchscript
+
+    _export(export_torchscript, checkpoint, bundle, options)
+
+
+@export.command("program")
+@_export_options
+def export_program_command(checkpoint: Path, bundle: Path, **options: Any) -> None:
+    """Export to a torch.export program (.pt2), the successor of TorchScript.
+
+    \b
+    Example:
+      causal-encoder export program ckpt/ bundle-pt2/
+    """
+    from causal_encoder.export import export_program
+
+    _export(export_program, checkpoint, bundle, options)
+
+
+def _export(
+    exporter: Callable[..., "Manifest"], checkpoint: Path, bundle: Path, options: dict[str, Any]
+) -> None:
+    from causal_encoder.model import load_checkpoint
+
+    with _progress() as progress:
+        manifest = exporter(load_checkpoint(checkpoint), bundle, progress=progress, **options)
+    size_bytes = sum(file.size_bytes for file in manifest.files.values())
+    assert manifest.parity is not None
+    parity = next(row for row in manifest.parity["checks"] if row["name"] == "parity")
+    click.echo(
+        f"{bundle}: {manifest.format}, {size_bytes / 2**20:.1f} MiB, max_len {manifest.max_len}; "
+        f"{len(manifest.parity['checks'])} checks proven, "
+        f"largest error {parity['measured']:.2g} of {parity['limit']:.2g} allowed"
+    )
+
+
+@main.command()
+@_bundle
+@_checkpoint
+@_device
+@_json_file
+def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -> None:
+    """Check BUNDLE against the CHECKPOINT it came from; changes nothing.
+
+    Exit code 0: proven. 1: refuted. 3: the device asked for is not here.
+
+    \b
+    Example:
+      causal-encoder verify bundle/ ckpt/
+    """
+    from causal_encoder.export import verify
+    from causal_encoder.model import load_checkpoint
+
+    with _progress() as progress:
+        try:
+            report = verify(bundle, load_checkpoint(checkpoint), device=device, progress=progress)
+        except DeviceError as error:
+            click.echo(f"Error: could not be checked here: {error}", err=True)
+            raise click.exceptions.Exit(EXIT_CANNOT_CHECK) from error
+    # With the JSON on standard output, the table must not mix with it.
+    render.print_report(report, Console(stderr=json_path == "-"))
+    if json_path is not None:
+        _write_json(json_path, report.to_dict())
+    if not report.proven:
+        click.echo(f"Error: {report.first_failure}", err=True)
+        raise click.exceptions.Exit(EXIT_REFUSED)
+
+
+@main.command()
+@_bundle
+@click.option("--ids", help='One sequence, for example "5 9 2".')
+@click.option(
+    "--input",
+    "input_path",
+    type=click.Path(dir_okay=False, allow_dash=True),
+    help="Sequences: a .npy array, a .jsonl file with one list of ids a line, or - for JSON "
+    "lines on standard input.",
+)
+@click.option(
+    "--output",
+    "output_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help=".npy for sequences of one length, .jsonl for any; JSON lines on standard output if "
+    "not given.",
+)
+@click.option(
+    "--overflow",
+    type=click.Choice(["error", "truncate"]),
+    default="error",
+    show_default=True,
+    help="What becomes of a sequence over max_len.",
+)
+@_device
+def run(
+    bundle: Path,
+    ids: str | None,
+    input_path: str | None,
+    output_path: Path | None,
+    overflow: str,
+    device: str,
+) -> None:
+    """Run an ONNX BUNDLE on token ids and write the hidden vectors.
+
+    \b
+    Examples:
+      causal-encoder run bundle/ --ids "5 9 2"
+      causal-encoder run bundle/ --input ids.npy --output hidden.npy
+    """
+    from causal_encoder import run as road
+    from causal_encoder.serve import EncoderSession
+
+    if (ids is None) == (input_path is None):
+        raise click.UsageError("pass either --ids or --input")
+    if output_path is not None and output_path.suffix not in (".npy", ".jsonl"):
+        raise click.BadParameter("expected a name in .npy or .jsonl", param_hint="--output")
+    rows = road.parse_ids(ids) if ids is not None else road.read_rows(str(input_path))
+    session = EncoderSession(bundle, device, overflow=overflow)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hidden = road.encode(session, rows)
+    for warning in caught:
+        click.echo(f"Warning: {warning.message}", err=True)
+    road.write_hidden(hidden, output_path)
+
+
+@main.command()
+@_bundle
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Needed for --against.")
+@click.option("--batch-size", default="1,8", show_default=True, help="Comma-separated.")
+@click.option("--seq-len", help="Comma-separated; 16,64,256,1024 up to max_len if not given.")
+@click.option("--against", default="", help="Comma-separated, of: eager, torchscript, compile.")
+@_device
+@_json_file
+@click.option("--csv", "csv_path", type=click.Path(dir_okay=False), help="Write rows as CSV.")
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False), help="Write a PNG.")
+def bench(
+    bundle: Path,
+    checkpoint: Path | None,
+    batch_size: str,
+    seq_len: str | None,
+    against: str,
+    device: str,
+    json_path: str | None,
+    csv_path: str | None,
+    plot_path: str | None,
+) -> None:
+    """Measure latency over batch sizes and sequence lengths, side by side.
+
+    Each contestant runs in a process of its own, and they take turns.
+
+    \b
+    Example:
+      causal-encoder bench bundle/ --checkpoint ckpt/ --against eager,torchscript
+    """
+    from causal_encoder import bench
+    from causal_encoder.serve import open_bundle
+
+    contestants = tuple(name.strip() for name in against.split(",") if name.strip())
+    for name in contestants:
+        if name not in bench.CONTESTANTS:
+            known = ", ".join(bench.CONTESTANTS)
+            raise click.BadParameter(f"{name!r} is not one of {known}", param_hint="--against")
+    if contestants and checkpoint is None:
+        raise click.UsageError("--against needs --checkpoint")
+    if seq_len is None:
+        with open_bundle(bundle) as opened:
+            limit = opened.manifest.max_len
+        seq_lens = tuple(n for n in _DEFAULT_SEQ_LENS if n <= limit) or (limit,)
+    else:
+        seq_lens = _positive_list(seq_len, "--seq-len")
+    with _progress() as progress:
+        result = bench.run_benchmark(
+            bundle,
+            checkpoint,
+            batch_sizes=_positive_list(batch_size, "--batch-size"),
+            seq_lens=seq_lens,
+            against=contestants,
+            device=device,
+            progress=progress,
+        )
+    bench.print_benchmark(result, Console(stderr=json_path == "-"))
+    if json_path is not None:
+        _write_json(json_path, result.to_dict())
+    if csv_path is not None:
+        text = result.to_csv()
+        write_whole(csv_path, lambda stream: stream.write(text.encode()))
+    if plot_path is not None:
+        from causal_encoder.plots import plot_latency
+
+        plot_latency(result, Path(plot_path))
+
+
+def _positive_list(text: str, option: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(
+            f"{text!r} is not a comma-separated list of whole numbers from 1 on", param_hint=option
+        )
+    return tuple(dict.fromkeys(numbers))
+
+
+@main.command()
+@_bundle
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+def inspect(bundle: Path, as_json: bool) -> None:
+    """Show what a BUNDLE is, after checking that it is whole.
+
+    \b
+    Example:
+      causal-encoder inspect bundle/
+    """
+    from causal_encoder.serve import open_bundle
+
+    with open_bundle(bundle) as opened:
+        manifest = opened.manifest
+    if as_json:
+        click.echo(manifest.to_json(), nl=False)
+        return
+    render.print_manifest(str(bundle), manifest, Console())
+
+
+@main.group()
+def plot() -> None:
+    """Draw pictures of a model."""
+
+
+@plot.command("positions")
+@_checkpoint
+@click.option(
+    "-o", "--output", required=True, type=click.Path(dir_okay=False), help="PNG file to write."
+)
+def plot_positions_command(checkpoint: Path, output: str) -> None:
+    """Draw the position table: a heat map and the curves of selected dimensions.
+
+    \b
+    Example:
+      causal-encoder plot positions ckpt/ -o positions.png
+    """
+    from causal_encoder.model import load_checkpoint
+    from causal_encoder.plots import plot_positions
+
+    plot_positions(load_checkpoint(checkpoint), Path(output))
+    click.echo(output)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, nothing in a pipe."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def update(step: str, done: int, total: int) -> None:
+            bar.update(task, description=step, completed=done, total=total)
+
+        yield update
+
+
+def _write_json(path: str, value: dict[str, Any]) -> None:
+    text = json.dumps(value, indent=2) + "\n"
+    if path == "-":
+        click.echo(text, nl=False)
+    else:
+        write_whole(path, lambda stream: stream.write(text.encode()))

@@ -1,0 +1,62 @@
+"""What a person reads on the terminal: reports and manifests as tables."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from causal_encoder.export import Report
+    from causal_encoder.serve import Manifest
+
+
+def print_report(report: "Report", console: Console) -> None:
+    """One row a check, then the first failing case of each that does not hold."""
+    table = Table(title=f"{report.format} on {report.device}")
+    for heading in ("check", "result", "measured", "limit"):
+        table.add_column(heading, justify="right" if heading in ("measured", "limit") else "left")
+    for check in report.checks:
+        result = "[green]proven[/]" if check.passed else "[red]refuted[/]"
+        numbers = ("" if n is None else f"{n:.3g}" for n in (check.measured, check.limit))
+        table.add_row(check.name, result, *numbers)
+    console.print(table)
+    for check in report.checks:
+        if not check.passed:
+            console.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
+
+
+def print_manifest(name: str, manifest: "Manifest", console: Console) -> None:
+    """Everything that is known of a bundle, one fact a row."""
+    console.print(name, highlight=False)
+    table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in _manifest_rows(manifest):
+        table.add_row(*row)
+    console.print(table)
+
+
+def _manifest_rows(manifest: "Manifest") -> Iterator[tuple[str, str]]:
+    versions = f"opset {manifest.opset}, IR {manifest.ir_version}, " if manifest.opset else ""
+    oldest = f", ONNX Runtime {manifest.min_onnxruntime} or later" * bool(manifest.min_onnxruntime)
+    yield "format", f"{manifest.format}, {versions}{manifest.precision}{oldest}"
+    for kind, tensors in (("input", manifest.inputs), ("output", manifest.outputs)):
+        for tensor in tensors:
+            yield kind, f"{tensor.name} {tensor.dtype} ({', '.join(map(str, tensor.axes))})"
+    yield "max_len", f"{manifest.max_len} ({manifest.position} positions)"
+    yield "config", ", ".join(f"{key}={value}" for key, value in manifest.config.items())
+    yield "operators", ", ".join(f"{name} {count}" for name, count in manifest.operators.items())
+    for name, file in manifest.files.items():
+        yield "file", f"{name} {file.size_bytes:,} bytes, SHA-256 {file.sha256}"
+    yield "checkpoint", manifest.checkpoint_sha256
+    yield "made with", ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
+    if manifest.parity is not None:
+        checks = manifest.parity["checks"]
+        yield "verified", f"{manifest.parity['verdict']} on export, {len(checks)} checks"
+        for check in checks:
+            if check["measured"] is not None:
+                yield (
+                    "",
+                    f"{check['name']}: {check['measured']:.3g} of {check['limit']:.3g} allowed",
+                )
