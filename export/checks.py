@@ -70,6 +70,7 @@ class Subject:
         run: runs the artifact as its users do; for ONNX through an EncoderSession.
         bare: runs the file past all our checks, on CPU.
         device: "cpu" or "cuda", where `run` runs.
+        tick: called with a word as each piece of the long work begins.
     """
 
     manifest: Manifest
@@ -78,6 +79,7 @@ class Subject:
     run: Run
     bare: Run
     device: str
+    tick: Callable[[str], None] = lambda _: None
 
     @functools.cached_property
     def ids(self) -> Array:
@@ -93,26 +95,32 @@ class Subject:
         """(8, L, D) float64: by causality, every cell of the grid is a corner of it."""
         model = CausalEncoder(self.model.config, torch.float64).eval()
         model.load_state_dict(self.model.state_dict())
-        return np.concatenate([model(torch.from_numpy(row[None])).numpy() for row in self.ids])
+        rows = []
+        for row in self.ids:
+            self.tick("reference")
+            rows.append(model(torch.from_numpy(row[None])).numpy())
+        return np.concatenate(rows)
 
     @functools.cached_property
     def grid(self) -> tuple[Cell, ...]:
         """Every batch size with every length, around the powers of two and the ends."""
-        cells = []
-        for length in grid_lengths(self.model.config.max_len):
-            for batch in BATCH_SIZES:
-                ids = self.ids[:batch, :length].copy()
-                expected = self.reference[:batch, :length]
-                eager = self.model(torch.from_numpy(ids)).numpy()
-                cells.append(
-                    Cell(
-                        batch=batch,
-                        length=length,
-                        error=distance(self.run(ids), expected),
-                        eager_error=distance(eager, expected),
-                    )
-                )
-        return tuple(cells)
+        return tuple(
+            self._measure(batch, length)
+            for length in grid_lengths(self.model.config.max_len)
+            for batch in BATCH_SIZES
+        )
+
+    def _measure(self, batch: int, length: int) -> Cell:
+        self.tick(f"{batch} x {length}")
+        ids = self.ids[:batch, :length].copy()
+        expected = self.reference[:batch, :length]
+        eager = self.model(torch.from_numpy(ids)).numpy()
+        return Cell(
+            batch=batch,
+            length=length,
+            error=distance(self.run(ids), expected),
+            eager_error=distance(eager, expected),
+        )
 
     @property
     def limit(self) -> float:
@@ -125,7 +133,14 @@ class Subject:
         return self.ids[:, : min(self.model.config.max_len, _PROPERTY_LENGTH)].copy()
 
 
-def open_subject(bundle: Bundle, model: CausalEncoder, device: str) -> Subject:
+def count_ticks(max_len: int) -> int:
+    """How often a Subject ticks: rows of the reference and cells of the grid."""
+    return max(BATCH_SIZES) + len(BATCH_SIZES) * len(grid_lengths(max_len))
+
+
+def open_subject(
+    bundle: Bundle, model: CausalEncoder, device: str, tick: Callable[[str], None] = lambda _: None
+) -> Subject:
     """Load what the checks need; afterwards the bundle may be replaced."""
     bare = open_bare(bundle.model_path, bundle.manifest.format)
     run, used_device = bare, "cpu"
@@ -144,6 +159,7 @@ def open_subject(bundle: Bundle, model: CausalEncoder, device: str) -> Subject:
         run=run,
         bare=bare,
         device=used_device,
+        tick=tick,
     )
 
 

@@ -4,6 +4,7 @@ The table of what is checked is in causal_encoder.export.checks.
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,12 @@ from typing import Any
 import torch
 
 from causal_encoder.errors import BundleError, ConfigError
-from causal_encoder.export.checks import CHECKS, Finding, open_subject
+from causal_encoder.export.checks import CHECKS, Finding, Subject, count_ticks, open_subject
 from causal_encoder.export.prepare import exported_config, prepare
 from causal_encoder.model import CausalEncoder, EncoderConfig
 from causal_encoder.serve import open_bundle
 
-# Called with (check, checks done, checks in all).
+# Called with (step, steps done, steps in all).
 Progress = Callable[[str, int, int], None]
 
 
@@ -82,7 +83,7 @@ def verify(
         bundle: folder of the bundle.
         model: the model, for example from load_checkpoint.
         device: "cpu", "cuda" or "auto" for ONNX; the other formats are checked on CPU.
-        progress: called with (check, done, total).
+        progress: called with (step, done, total).
 
     Returns:
         Every check with its number and its first failing case.
@@ -121,20 +122,25 @@ def verify_prepared(
     progress: Progress | None,
 ) -> Report:
     """As `verify`, for a prepared model that has the bundle's config."""
+    total = len(CHECKS) + count_ticks(model.config.max_len)
+    steps = itertools.count()
+
+    def tick(step: str) -> None:
+        if progress is not None:
+            progress(step, next(steps), total)
+
     with open_bundle(bundle) as opened:
-        subject = open_subject(opened, model, device)
+        subject = open_subject(opened, model, device, tick)
     rows = []
     with torch.no_grad():
-        for done, (name, check) in enumerate(CHECKS.items()):
-            if progress is not None:
-                progress(name, done, len(CHECKS))
+        for name, check in CHECKS.items():
+            tick(name)
             rows.append(_row(name, _find(check, subject)))
-    if progress is not None:
-        progress("done", len(CHECKS), len(CHECKS))
+    tick("done")
     return Report(format=opened.manifest.format, device=subject.device, checks=tuple(rows))
 
 
-def _find(check: Callable[[Any], Finding], subject: Any) -> Finding:
+def _find(check: Callable[[Subject], Finding], subject: Subject) -> Finding:
     try:
         return check(subject)
     except Exception as error:  # noqa: BLE001  # whatever an artifact raises on valid input refutes it

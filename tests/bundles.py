@@ -1,0 +1,60 @@
+"""Small models and bundles for the tests, and tools to tamper with them."""
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from causal_encoder.export import export_onnx, export_program, export_torchscript
+from causal_encoder.model import CausalEncoder, EncoderConfig
+from causal_encoder.serve import Manifest
+from causal_encoder.serve.bundle import File, read_manifest
+
+POSITIONS = ("sinusoidal", "learned", "sinusoidal+learned", "none")
+EXPORTERS: Mapping[str, Callable[..., Manifest]] = {
+    "onnx": export_onnx,
+    "torchscript": export_torchscript,
+    "program": export_program,
+}
+
+
+def small_model(**fields: Any) -> CausalEncoder:
+    """The same random weights each time; every norm and bias differs from its initial value."""
+    settings = {"vocab_size": 13, "d_model": 12, "num_heads": 3, "num_layers": 2, "max_len": 17}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = CausalEncoder(EncoderConfig(**(settings | fields)))
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def reseal(folder: Path, **changes: Any) -> None:
+    """Make a tampered bundle whole again: hashes, sizes and digest fit what is there."""
+    old = read_manifest(folder)
+    files = {
+        path.name: File(
+            size_bytes=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest()
+        )
+        for path in sorted(folder.iterdir())
+        if path.name != "manifest.json"
+    }
+    manifest = dataclasses.replace(old, **({"files": files} | changes))
+    (folder / "manifest.json").write_text(manifest.to_json())
+
+
+def tampered(
+    bundle: Path, copy: Path, edit: Callable[[onnx.ModelProto], None], **changes: Any
+) -> Path:
+    """A copy of an ONNX bundle with an edited graph and hashes that fit it."""
+    shutil.copytree(bundle, copy)
+    proto = onnx.load(copy / "model.onnx")
+    edit(proto)
+    onnx.save(proto, copy / "model.onnx")
+    reseal(copy, **changes)
+    return copy

@@ -1,0 +1,61 @@
+"""What every export starts from."""
+
+import pytest
+import torch
+
+from causal_encoder.errors import ExportError
+from causal_encoder.export.prepare import exported_config, prepare
+from tests.bundles import small_model
+
+
+def test_the_callers_model_keeps_its_mode_and_its_weights() -> None:
+    model = small_model(dropout=0.5).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prepared = prepare(model)
+    for parameter in prepared.parameters():
+        parameter.data.zero_()
+    assert model.training
+    assert not prepared.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_dropout_is_gone_from_the_copy() -> None:
+    prepared = prepare(small_model(dropout=0.5))
+    assert prepared.config.dropout == 0.0
+    assert not any(isinstance(module, torch.nn.Dropout) for module in prepared.modules())
+
+
+def test_half_precision_weights_are_widened_exactly() -> None:
+    model = small_model().half()
+    prepared = prepare(model)
+    weight = prepared.token_embedding.weight
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, model.token_embedding.weight.float())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_name(value: float) -> None:
+    model = small_model()
+    model.blocks[1].feed_forward.down.bias.data[3] = value  # type: ignore[union-attr, operator]
+    with pytest.raises(ExportError, match=r"blocks\.1\.feed_forward\.down\.bias"):
+        prepare(model)
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "none"])
+@pytest.mark.parametrize("max_len", [1, 17, 18, 1000])
+def test_max_len_may_change_where_nothing_was_trained_for_it(position: str, max_len: int) -> None:
+    assert prepare(small_model(position=position), max_len).config.max_len == max_len
+
+
+@pytest.mark.parametrize("position", ["learned", "sinusoidal+learned"])
+@pytest.mark.parametrize("max_len", [1, 16, 18])
+def test_max_len_of_a_learned_table_may_not_change(position: str, max_len: int) -> None:
+    with pytest.raises(ExportError, match=f"max_len {max_len} .* 17 rows"):
+        prepare(small_model(position=position), max_len)
+    assert prepare(small_model(position=position), 17).config.max_len == 17
+
+
+@pytest.mark.parametrize("max_len", [0, -1, 1.5, True])
+def test_a_max_len_that_is_no_length_is_refused(max_len: int) -> None:
+    with pytest.raises(ExportError, match="max_len is"):
+        exported_config(small_model().config, max_len)

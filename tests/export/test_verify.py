@@ -1,0 +1,349 @@
+"""Verification refutes wrong artifacts, and names what is wrong with them."""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+import torch
+from onnx import helper, numpy_helper
+
+from causal_encoder.errors import BundleError, DeviceError
+from causal_encoder.export import Report, export_onnx, export_torchscript, verify
+from causal_encoder.export.checks import CHECKS, Subject, grid_lengths, open_subject
+from causal_encoder.export.prepare import prepare
+from causal_encoder.model import CausalEncoder
+from causal_encoder.serve import open_bundle
+from tests.bundles import EXPORTERS, small_model, tampered
+from tests.export.conftest import Exported
+
+Array = npt.NDArray[Any]
+Edit = Callable[[onnx.ModelProto], None]
+
+
+def refuted(report: Report) -> list[str]:
+    return [check.name for check in report.checks if not check.passed]
+
+
+def change_tensor(name: str, change: Callable[[Array], Array]) -> Edit:
+    """Replace the tensor whose name ends so by a changed one."""
+
+    def edit(proto: onnx.ModelProto) -> None:
+        (tensor,) = (t for t in proto.graph.initializer if t.name.endswith(name))
+        changed = np.ascontiguousarray(change(numpy_helper.to_array(tensor)))
+        tensor.CopyFrom(numpy_helper.from_array(changed, tensor.name))
+
+    return edit
+
+
+def change_nodes(operator: str, change: Callable[[onnx.NodeProto], None]) -> Edit:
+    def edit(proto: onnx.ModelProto) -> None:
+        nodes = [node for node in proto.graph.node if node.op_type == operator]
+        assert nodes
+        for node in nodes:
+            change(node)
+
+    return edit
+
+
+def set_attribute(name: str, value: Any) -> Callable[[onnx.NodeProto], None]:
+    def change(node: onnx.NodeProto) -> None:
+        kept = [attribute for attribute in node.attribute if attribute.name != name]
+        del node.attribute[:]
+        node.attribute.extend([*kept, helper.make_attribute(name, value)])
+
+    return change
+
+
+def freeze_the_sequence(proto: onnx.ModelProto) -> None:
+    proto.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 5
+
+
+def rename_the_output_axis(proto: onnx.ModelProto) -> None:
+    proto.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "s77"
+
+
+def keep_dropout(proto: onnx.ModelProto) -> None:
+    last = proto.graph.node[-1]
+    last.output[0] = "before_dropout"
+    proto.graph.node.append(helper.make_node("Dropout", ["before_dropout"], ["hidden"]))
+
+
+def look_one_ahead(proto: onnx.ModelProto) -> None:
+    """A mask that is off by one: position i also sees i + 1."""
+    constants = {"one": [1], "two": [2], "first": [0], "far": [2**31], "axis": [1]}
+    for name, value in constants.items():
+        proto.graph.initializer.append(numpy_helper.from_array(np.array(value, np.int64), name))
+    for node in list(proto.graph.node):
+        if node.op_type == "Attention":
+            shifted = []
+            for kind, tensor in zip("kv", node.input[1:3], strict=True):
+                later, last = f"{tensor}_later", f"{tensor}_last"
+                end = [helper.make_node("Slice", [tensor, "one", "far", "axis"], [later])]
+                ids = helper.make_node("Slice", [tensor, "minus_one", "far", "axis"], [last])
+                out = helper.make_node("Concat", [later, last], [f"{tensor}_{kind}"], axis=1)
+                shifted += [*end, ids, out]
+            for index, kind in ((1, "k"), (2, "v")):
+                node.input[index] = f"{node.input[index]}_{kind}"
+            place = list(proto.graph.node).index(node)
+            for offset, extra in enumerate(shifted):
+                proto.graph.node.insert(place + offset, extra)
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), "minus_one"))
+
+
+def other_gelu(proto: onnx.ModelProto) -> None:
+    change_nodes("Gelu", set_attribute("approximate", "tanh"))(proto)
+
+
+def swap_queries_and_keys(matrix: Array) -> Array:
+    q, k, v = np.split(matrix, 3, axis=-1)
+    return np.concatenate((k, q, v), axis=-1)
+
+
+def interleave_heads(matrix: Array) -> Array:
+    """(heads, size) read as (size, heads): the transposed order of the output projection."""
+    return matrix.reshape(3, 4, -1).transpose(1, 0, 2).reshape(matrix.shape)
+
+
+def build_table_in_half_precision(table: Array) -> Array:
+    return table.astype(np.float16).astype(np.float32)
+
+
+def shift_by_one_row(table: Array) -> Array:
+    return np.concatenate((table[1:-1], table[:1], table[-1:]))
+
+
+SABOTEURS: dict[str, tuple[Edit, str]] = {
+    "a frozen axis": (freeze_the_sequence, "axes"),
+    "a mask off by one": (look_one_ahead, "parity"),
+    "a table shifted by one row": (change_tensor("position_table", shift_by_one_row), "parity"),
+    "a table built in half precision": (
+        change_tensor("position_table", build_table_in_half_precision),
+        "parity",
+    ),
+    "swapped q and k weights": (change_tensor("0.qkv.weight", swap_queries_and_keys), "parity"),
+    "kept dropout": (keep_dropout, "deterministic"),
+    "a wrong eps": (
+        change_nodes("LayerNormalization", set_attribute("epsilon", 1e-4)),
+        "parity",
+    ),
+    "transposed head order": (change_tensor("0.out.weight", interleave_heads), "parity"),
+    "the other gelu": (other_gelu, "parity"),
+    "truncated weights": (
+        change_tensor("1.up.weight", lambda w: np.where(np.arange(w.shape[1]) < 40, w, 0)),
+        "parity",
+    ),
+    "no mask at all": (change_nodes("Attention", set_attribute("is_causal", 0)), "causality"),
+    "a wrong scale": (change_nodes("Attention", set_attribute("scale", 0.4)), "parity"),
+    "an id guard that is gone": (
+        change_tensor("token_embedding", lambda t: np.nan_to_num(t)),
+        "refuses bad ids",
+    ),
+    "a length guard that is gone": (
+        change_tensor("position_table", lambda t: np.nan_to_num(t)),
+        "refuses too long",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SABOTEURS)
+def test_a_saboteur_is_caught_by_name(
+    name: str, exported: Callable[[str, str], Exported], tmp_path: Path
+) -> None:
+    edit, check = SABOTEURS[name]
+    model, bundle = exported("onnx", "sinusoidal")
+    report = verify(tampered(bundle, tmp_path / "copy", edit), model, device="cpu")
+    assert not report.proven
+    assert check in refuted(report)
+    failing = next(row for row in report.checks if row.name == check)
+    assert failing.detail
+    assert "\n" not in failing.detail
+
+
+def in_the_grid(subject: Subject, ids: Array) -> bool:
+    return np.array_equal(ids, subject.ids[: len(ids), : ids.shape[1]])
+
+
+def looks_ahead(subject: Subject) -> Subject:
+    """Right on every input of the grid, and lets later tokens through on others."""
+
+    def run(ids: Array) -> Array:
+        hidden = subject.run(ids)
+        changed = len(ids) == 8 and ids[:, -1].any() and not in_the_grid(subject, ids)
+        return np.asarray(hidden + 1e-3 * bool(changed) * ids[:, -1:, None], np.float32)
+
+    return dataclasses.replace(subject, run=run)
+
+
+def depends_on_batch_size(subject: Subject) -> Subject:
+    """Wrong for a row that is alone, unless it is the one that the grid runs alone."""
+
+    def run(ids: Array) -> Array:
+        alone = len(ids) == 1 and not in_the_grid(subject, ids)
+        return np.asarray(subject.run(ids) + 1e-3 * alone, np.float32)
+
+    return dataclasses.replace(subject, run=run)
+
+
+def depends_on_padding(subject: Subject) -> Subject:
+    """Wrong where the row ends in padding."""
+
+    def run(ids: Array) -> Array:
+        padded = ids.size and not ids[:, -1].any() and not in_the_grid(subject, ids)
+        return np.asarray(subject.run(ids) + 1e-3 * bool(padded), np.float32)
+
+    return dataclasses.replace(subject, run=run)
+
+
+def differs_from_run_to_run(subject: Subject) -> Subject:
+    noise = np.random.default_rng(0)
+
+    def run(ids: Array) -> Array:
+        return np.asarray(subject.run(ids) + 1e-7 * noise.random(), np.float32)
+
+    return dataclasses.replace(subject, run=run)
+
+
+def answers(from_ids: Callable[[Array], bool]) -> Callable[[Subject], Subject]:
+    """A bare file that answers where it must refuse."""
+
+    def sabotage(subject: Subject) -> Subject:
+        def bare(ids: Array) -> Array:
+            if from_ids(ids):
+                return np.zeros((*ids.shape, 12), np.float32)
+            return subject.bare(ids)
+
+        return dataclasses.replace(subject, bare=bare)
+
+    return sabotage
+
+
+def claims(**changes: Any) -> Callable[[Subject], Subject]:
+    def sabotage(subject: Subject) -> Subject:
+        return dataclasses.replace(subject, facts=dataclasses.replace(subject.facts, **changes))
+
+    return sabotage
+
+
+def other_source(subject: Subject) -> Subject:
+    manifest = dataclasses.replace(subject.manifest, checkpoint_sha256="0" * 64)
+    return dataclasses.replace(subject, manifest=manifest)
+
+
+def slightly_off(subject: Subject) -> Subject:
+    def run(ids: Array) -> Array:
+        return np.asarray(subject.run(ids) * 1.001, np.float32)
+
+    return dataclasses.replace(subject, run=run)
+
+
+ONLY_CAUGHT_BY: dict[str, Callable[[Subject], Subject]] = {
+    "source": other_source,
+    "facts": claims(metadata={}),
+    "axes": claims(output_axes=("batch", "s77", 12)),
+    "deterministic": differs_from_run_to_run,
+    "parity": slightly_off,
+    "causality": looks_ahead,
+    "batch invariance": depends_on_batch_size,
+    "padding invariance": depends_on_padding,
+    "refuses too long": answers(lambda ids: ids.shape[1] > 17),
+    "refuses empty": answers(lambda ids: ids.shape[1] == 0),
+    "refuses bad ids": answers(lambda ids: bool((ids < 0).any() or (ids >= 13).any())),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_each_check_catches_what_no_other_does(
+    name: str, exported: Callable[[str, str], Exported]
+) -> None:
+    model, bundle = exported("onnx", "sinusoidal")
+    with open_bundle(bundle) as opened, torch.no_grad():
+        subject = ONLY_CAUGHT_BY[name](open_subject(opened, prepare(model), "cpu"))
+        assert [found for found, check in CHECKS.items() if check(subject).detail] == [name]
+
+
+@pytest.mark.parametrize("kind", EXPORTERS)
+def test_another_checkpoint_refutes_the_source(
+    kind: str, exported: Callable[[str, str], Exported]
+) -> None:
+    model, bundle = exported(kind, "learned")
+    other = CausalEncoder(model.config)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        other.token_embedding.weight[0, 0] += 1e-3
+    assert "source" in refuted(verify(bundle, other, device="cpu"))
+    narrow = small_model(position="learned", d_model=6)
+    report = verify(bundle, narrow, device="cpu")
+    assert refuted(report) == ["source"]
+    assert "d_model is 12 in the bundle, 6 in the model" in report.first_failure
+
+
+def test_a_damaged_bundle_is_refused_before_anything_is_loaded(
+    exported: Callable[[str, str], Exported], tmp_path: Path
+) -> None:
+    model, bundle = exported("torchscript", "learned")
+    shutil.copytree(bundle, tmp_path / "copy")
+    with (tmp_path / "copy" / "model.pt").open("r+b") as file:
+        file.seek(100)
+        file.write(b"\0\1\2")
+    with pytest.raises(BundleError, match=r"model\.pt was changed"):
+        verify(tmp_path / "copy", model)
+
+
+@pytest.mark.parametrize("kind", EXPORTERS)
+def test_cuda_is_never_quietly_the_cpu(kind: str, exported: Callable[[str, str], Exported]) -> None:
+    model, bundle = exported(kind, "learned")
+    with pytest.raises(DeviceError):
+        verify(bundle, model, device="cuda")
+
+
+def test_the_report_is_stable_json(exported: Callable[[str, str], Exported]) -> None:
+    model, bundle = exported("onnx", "learned")
+    fields = json.loads(json.dumps(verify(bundle, model, device="cpu").to_dict()))
+    assert set(fields) == {"verdict", "format", "device", "checks"}
+    assert (fields["verdict"], fields["format"], fields["device"]) == ("proven", "onnx", "cpu")
+    for row in fields["checks"]:
+        assert set(row) == {"name", "passed", "measured", "limit", "detail"}
+        assert row["measured"] is None or math.isfinite(row["measured"])
+
+
+def test_progress_counts_every_check_up_to_the_end(
+    exported: Callable[[str, str], Exported],
+) -> None:
+    model, bundle = exported("onnx", "learned")
+    seen: list[tuple[str, int, int]] = []
+    verify(bundle, model, device="cpu", progress=lambda *step: seen.append(step))
+    total = seen[0][2]
+    assert [(done, of) for _, done, of in seen] == [(done, total) for done in range(total + 1)]
+    assert {step for step, _, _ in seen} >= set(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("max_len", "expected"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (3, (1, 2, 3)),
+        (10, (1, 2, 3, 4, 5, 7, 8, 9, 10)),
+        (16, (1, 2, 3, 4, 5, 7, 8, 9, 15, 16)),
+        (17, (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17)),
+    ],
+)
+def test_the_grid_stands_around_powers_of_two_and_both_ends(
+    max_len: int, expected: tuple[int, ...]
+) -> None:
+    assert grid_lengths(max_len) == expected
+
+
+def test_an_export_in_training_mode_proves_like_any_other(tmp_path: Path) -> None:
+    model = small_model(dropout=0.3).train()
+    for number, export in enumerate((export_onnx, export_torchscript)):
+        export(model, tmp_path / str(number))
+        assert verify(tmp_path / str(number), model, device="cpu").proven
