@@ -30,6 +30,9 @@ lint: $(SETUP) ## Check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+readme: $(SETUP) ## Rewrite the command reference in README.md
+	$(BIN)/python -m tests.test_readme
+
 format: $(SETUP) ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

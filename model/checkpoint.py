@@ -44,11 +44,13 @@ def save_checkpoint(model: CausalEncoder, path: str | os.PathLike[str]) -> None:
     folder = Path(path)
     config = json.dumps(model.config.to_dict(), indent=2)
     tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
-    weights = safetensors.torch.save(tensors, metadata={"config": config})
+    metadata = {"config": config, "sha256": _hash(tensors)}
+    weights = safetensors.torch.save(tensors, metadata=metadata)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(folder / WEIGHTS_FILE, weights)
-        _write_whole(folder / CONFIG_FILE, (config + "\n").encode())
+        _write_whole(
+            {folder / WEIGHTS_FILE: weights, folder / CONFIG_FILE: (config + "\n").encode()}
+        )
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
@@ -63,14 +65,24 @@ def load_checkpoint(path: str | os.PathLike[str]) -> CausalEncoder:
         CheckpointError: a file is missing, damaged, or does not fit the config.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # noqa: PTH112  # false for a bad name, no error
         raise CheckpointError(
             f"{folder} is not a folder; a checkpoint is a folder with {CONFIG_FILE} "
             f"and {WEIGHTS_FILE}"
         )
     config = _read_config(folder / CONFIG_FILE)
     state = _strip_prefixes(_read_weights(folder, config))
-    model = CausalEncoder(config)
+    if config.num_layers > max(len(state), 1000):  # would build blocks until memory runs out
+        raise CheckpointError(
+            f"{folder}: {CONFIG_FILE} says num_layers {config.num_layers}, but the weights have "
+            f"{len(state)} tensors in all"
+        )
+    try:
+        model = CausalEncoder(config)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: a model of these sizes cannot be built: {_first_line(error)}"
+        ) from error
     _check_fit(state, model.state_dict(), folder)
     model.load_state_dict(state)
     return model.eval()
@@ -83,27 +95,43 @@ def fingerprint(model: CausalEncoder) -> str:
     raised max_len still names the checkpoint it came from.
     """
     config = model.config.to_dict() | {"max_len": None, "dropout": None}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    about = json.dumps(config, sort_keys=True) + _hash(model.state_dict())
+    return hashlib.sha256(about.encode()).hexdigest()
+
+
+def _hash(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and every bit of the weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Replace the file in one step, through a temporary file in the same folder."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def _write_whole(files: Mapping[Path, bytes]) -> None:
+    """Replace the files once all are written, through temporary files in the same folder."""
+    staged: dict[str, Path] = {}
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        os.replace(temporary, path)
+        for path, content in files.items():
+            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            staged[temporary] = path
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o666 & ~_umask())
+        for temporary, path in staged.items():
+            os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
+        for temporary in staged:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
         raise
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _umask() -> int:
@@ -151,10 +179,12 @@ def _read_safetensors(path: Path, config: EncoderConfig) -> dict[str, Tensor]:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if "sha256" in metadata and metadata["sha256"] != _hash(state):
+        raise CheckpointError(f"{path} is damaged: its weights do not fit the hash saved with them")
     if "config" in metadata:
         try:
             fields = json.loads(metadata["config"])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} holds a damaged config: {error}") from error
         _check_same_config(config, _config_from(fields, path), path)
     return state
@@ -178,8 +208,7 @@ def _read_torch_state(path: Path) -> dict[str, Tensor]:
             "save model.state_dict() alone"
         ) from error
     except Exception as error:  # torch raises many types for a damaged archive
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{path} cannot be read: {reason}") from error
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     ):
@@ -227,5 +256,7 @@ def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], fold
                 f"{folder}: {name} has shape {tuple(tensor.shape)}, but {CONFIG_FILE} asks "
                 f"for {tuple(expected[name].shape)}"
             )
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise CheckpointError(f"{folder}: {name} is sparse or empty, expected all its numbers")
         if not tensor.is_floating_point():
             raise CheckpointError(f"{folder}: {name} is {tensor.dtype}, expected floating point")

@@ -1,7 +1,7 @@
 """The configuration of an encoder: one frozen, checked record."""
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,7 +104,7 @@ class EncoderConfig:
             ConfigError: a field is unknown, missing, or outside its limits.
         """
         known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(fields) - known):
+        if unknown := sorted(set(fields) - known, key=str):
             raise ConfigError(f"unknown field {unknown[0]!r}; known fields: {sorted(known)}")
         if "vocab_size" not in fields:
             raise ConfigError("vocab_size is missing, and it has no default")
@@ -122,4 +122,6 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # false for NaN, and for an int beyond any float

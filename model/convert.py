@@ -20,8 +20,10 @@ def from_torch_encoder(
     """Copy the weights of a trained PyTorch model that was run with a causal mask.
 
     The result computes what `encoder(embedding(ids) + positions, mask=M)` computes with
-    the square subsequent mask M, in eval mode. If the model multiplies its embedding by
-    sqrt(d_model), as the 2017 paper does, multiply `embedding.weight` first.
+    the square subsequent mask M. (With nn.GELU("tanh") torch's own inference fast path takes
+    the exact gelu instead; the result here computes what was trained.) If the model
+    multiplies its embedding by sqrt(d_model), as the 2017 paper does, multiply
+    `embedding.weight` first.
 
     Args:
         encoder: stack of torch.nn.TransformerEncoderLayer; batch_first does not matter.
@@ -66,6 +68,9 @@ def _config_of(
     settings["vocab_size"] = embedding.num_embeddings
     settings["position"] = position
     if position_table is not None:
+        if position_table.dim() != 2:
+            shape = tuple(position_table.shape)
+            raise ConfigError(f"position_table has shape {shape}, expected (max_len, d_model)")
         if max_len not in (None, len(position_table)):
             raise ConfigError(
                 f"max_len is {max_len} but position_table has {len(position_table)} rows; "
@@ -106,6 +111,11 @@ def _stack_settings(encoder: nn.TransformerEncoder) -> dict[str, object]:
 
 
 def _layer_settings(layer: nn.TransformerEncoderLayer) -> dict[str, object]:
+    for name in ("norm1", "norm2"):
+        if not isinstance(norm := getattr(layer, name), nn.LayerNorm):
+            raise ConfigError(f"{name} is {type(norm).__name__}, expected LayerNorm")
+    if layer.self_attn.add_zero_attn or layer.self_attn.bias_k is not None:
+        raise ConfigError("self_attn has add_zero_attn or add_bias_kv, which have no counterpart")
     if layer.norm1.eps != layer.norm2.eps:
         raise ConfigError(f"layer norms have eps {layer.norm1.eps} and {layer.norm2.eps}")
     return {
@@ -121,9 +131,9 @@ def _layer_settings(layer: nn.TransformerEncoderLayer) -> dict[str, object]:
 
 
 def _activation_name(activation: object) -> str:
-    if activation in (F.relu, torch.relu) or isinstance(activation, nn.ReLU):
+    if activation in (F.relu, torch.relu) or type(activation) is nn.ReLU:
         return "relu"
-    if isinstance(activation, nn.GELU):
+    if type(activation) is nn.GELU:
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     if activation is F.gelu:
         return "gelu"
@@ -142,7 +152,7 @@ def _copy_layer(layer: nn.TransformerEncoderLayer, block: Block) -> None:
 
 
 def _copy_module(name: str, source: nn.Module, target: nn.Module) -> None:
-    _copy(f"{name}.weight", source.get_parameter("weight"), target.get_parameter("weight"))
+    _copy(f"{name}.weight", getattr(source, "weight", None), target.get_parameter("weight"))
     _copy(f"{name}.bias", getattr(source, "bias", None), getattr(target, "bias", None))
 
 

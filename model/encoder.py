@@ -14,7 +14,11 @@ from causal_encoder import errors
 from causal_encoder.model.config import EncoderConfig
 from causal_encoder.model.positions import Positions
 
-_INTEGER_DTYPES = (torch.int64, torch.int32)  # what torch.nn.functional.embedding accepts
+# The first two are what torch.nn.functional.embedding accepts; the others are widened.
+_INTEGER_DTYPES = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
 
 
 class CausalEncoder(nn.Module):
@@ -42,7 +46,7 @@ class CausalEncoder(nn.Module):
         """Encode a batch of equally long sequences.
 
         Args:
-            ids: (B, T) int64 or int32, 1 <= T <= max_len, values 0..V-1.
+            ids: (B, T) of any integer dtype, 1 <= T <= max_len, values 0..V-1.
 
         Returns:
             (B, T, D), the hidden vectors after the last block.
@@ -57,7 +61,7 @@ class CausalEncoder(nn.Module):
         Scripted and exported forms refuse the same inputs with the errors they can raise.
         """
         if not torch.jit.is_scripting():
-            _check_ids(ids, self.config)
+            ids = _check_ids(ids, self.config)
         elif ids.dim() != 2 or ids.size(1) < 1 or ids.size(1) > self.max_len:
             # TorchScript can raise neither our classes nor see the config.
             raise ValueError(
@@ -174,7 +178,7 @@ def _dropout(config: EncoderConfig) -> nn.Module:
     return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
 
-def _check_ids(ids: Tensor, config: EncoderConfig) -> None:
+def _check_ids(ids: Tensor, config: EncoderConfig) -> Tensor:
     """Refuse what the session refuses, in the same order and with the same errors."""
     if not isinstance(ids, Tensor):
         raise errors.InvalidInputError(f"ids are {type(ids).__name__}, expected a torch.Tensor")
@@ -186,9 +190,12 @@ def _check_ids(ids: Tensor, config: EncoderConfig) -> None:
         raise errors.empty_sequence()
     if ids.size(1) > config.max_len:
         raise errors.sequence_too_long(ids.size(1), config.max_len, config.position)
+    wide = ids if ids.dtype in _INTEGER_DTYPES[:2] else ids.long()
     if torch.compiler.is_compiling() or ids.device.type != "cpu":
-        return  # values are not known while tracing, and reading them would stall a GPU
-    if bool(((ids < 0) | (ids >= config.vocab_size)).any()):
-        row, column = ((ids < 0) | (ids >= config.vocab_size)).nonzero()[0].tolist()
-        token = int(ids[row, column])
+        return wide  # values are not known while tracing, and reading them would stall a GPU
+    out_of_range = (wide < 0) | (wide >= config.vocab_size)
+    if bool(out_of_range.any()):
+        row, column = out_of_range.nonzero()[0].tolist()
+        token = int(ids[row, column].item())
         raise errors.token_out_of_range(token, row, column, config.vocab_size)
+    return wide

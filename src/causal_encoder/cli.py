@@ -69,7 +69,7 @@ class _Commands(click.Group):
             ) from error
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands)
 @click.version_option(__version__, package_name="causal-encoder")
 def main() -> None:
     """Export causal transformer encoders, prove the exports, run and measure them.
