@@ -55,7 +55,10 @@ def publish(
     Raises:
         ExportError: the target is taken, verification failed, or writing failed.
     """
-    target = Path(path).resolve()
+    try:
+        target = Path(path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a link to itself, a zero byte, ..
+        raise ExportError(f"{path} cannot be written: {error}") from error
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         restore(target)

@@ -26,6 +26,7 @@ from causal_encoder.model.encoder import CausalEncoder
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 TORCH_WEIGHTS_FILE = "model.pt"
+_SEAL = "causal_encoder"  # metadata of the weights file: their config and hash
 _WRAPPER_PREFIXES = ("module", "_orig_mod")  # DistributedDataParallel, torch.compile
 
 _logger = logging.getLogger(__name__)
@@ -44,8 +45,9 @@ def save_checkpoint(model: CausalEncoder, path: str | os.PathLike[str]) -> None:
     folder = Path(path)
     config = json.dumps(model.config.to_dict(), indent=2)
     tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
-    metadata = {"config": config, "sha256": _hash(tensors)}
-    weights = safetensors.torch.save(tensors, metadata=metadata)
+    # One entry: safetensors writes several in an order that changes from run to run.
+    seal = json.dumps({"config": model.config.to_dict(), "sha256": _hash(tensors)})
+    weights = safetensors.torch.save(tensors, metadata={_SEAL: seal})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_whole(
@@ -179,14 +181,18 @@ def _read_safetensors(path: Path, config: EncoderConfig) -> dict[str, Tensor]:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if "sha256" in metadata and metadata["sha256"] != _hash(state):
-        raise CheckpointError(f"{path} is damaged: its weights do not fit the hash saved with them")
-    if "config" in metadata:
+    if _SEAL in metadata:  # files of other tools have none
         try:
-            fields = json.loads(metadata["config"])
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} holds a damaged config: {error}") from error
-        _check_same_config(config, _config_from(fields, path), path)
+            seal = json.loads(metadata[_SEAL])
+            saved = _config_from(seal["config"], path)
+            whole = seal["sha256"] == _hash(state)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: its metadata cannot be read") from error
+        if not whole:
+            raise CheckpointError(
+                f"{path} is damaged: its weights do not fit the hash saved with them"
+            )
+        _check_same_config(config, saved, path)
     return state
 
 

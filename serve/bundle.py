@@ -24,6 +24,7 @@ MODEL_FILES = {"onnx": "model.onnx", "torchscript": "model.pt", "program": "mode
 PRECISIONS = ("fp32",)
 _MANIFEST_LIMIT_BYTES = 4 * 2**20  # ours are about 10 KiB
 _CHUNK_BYTES = 2**20
+_REPORT_ROW = {"name", "passed", "measured", "limit", "detail"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,13 +127,16 @@ def open_bundle(path: str | os.PathLike[str]) -> Iterator[Bundle]:
     Raises:
         BundleError: a file is missing, added, changed, or of an unknown version.
     """
-    folder = Path(path).resolve()
-    restore(folder)
-    if not folder.is_dir():
-        raise BundleError(
-            f"{path} is not a folder; a bundle is a folder with {MANIFEST_FILE} and a model"
-        )
+    try:
+        folder = Path(path).resolve()
+        restore(folder)
+    except (OSError, ValueError, RuntimeError) as error:  # a link to itself, a zero byte, ..
+        raise BundleError(f"{path} cannot be opened: {error}") from error
     with locked(folder.parent, exclusive=False):
+        if not folder.is_dir():
+            raise BundleError(
+                f"{path} is not a folder; a bundle is a folder with {MANIFEST_FILE} and a model"
+            )
         try:
             manifest = read_manifest(folder)
             _check_files(folder, manifest)
@@ -161,13 +165,17 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(fields, dict):
         raise BundleError(f"{path} holds {type(fields).__name__}, expected a JSON object")
     version = fields.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise BundleError(
             f"{path} has schema_version {version!r}, this version reads {SCHEMA_VERSION}; "
             "export the bundle again or install a matching causal-encoder"
         )
     digest = fields.pop("digest", None)
-    if digest != _digest(fields):
+    try:
+        untouched = digest == _digest(fields)
+    except RecursionError as error:
+        raise BundleError(f"{path} is nested too deeply") from error
+    if not untouched:
         raise BundleError(f"{path} was changed after it was written: its digest does not match")
     return _Reader(path).manifest(fields)
 
@@ -249,10 +257,10 @@ class _Reader:
                 name: self.file(name, entry)
                 for name, entry in self.mapping(fields, "files").items()
             },
-            parity=None if fields["parity"] is None else self.mapping(fields, "parity"),
+            parity=None if fields["parity"] is None else self.parity(fields["parity"]),
         )
         for name in ("max_len", "vocab_size"):
-            if fields[name] != manifest.config[name]:
+            if self.whole(name, fields[name], 1) != manifest.config[name]:
                 self.refuse(name, f"{fields[name]!r}, but config says {manifest.config[name]!r}")
         if MODEL_FILES[manifest.format] not in manifest.files:
             self.refuse("files", f"without {MODEL_FILES[manifest.format]}")
@@ -283,6 +291,21 @@ class _Reader:
                 axes=tuple(value[0]["axes"]),
             ),
         )
+
+    def parity(self, value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, dict) or not isinstance(value.get("checks"), list):
+            self.refuse("parity", "not a report with its checks")
+        self.text("parity.verdict", value.get("verdict"))
+        for check in value["checks"]:
+            if not isinstance(check, dict) or not set(check) >= _REPORT_ROW:
+                self.refuse(
+                    "parity.checks", f"{check!r}, expected {', '.join(sorted(_REPORT_ROW))}"
+                )
+            self.text("parity.checks.name", check["name"])
+            for number in ("measured", "limit"):
+                if not isinstance(check[number], int | float | None):
+                    self.refuse(f"parity.checks.{number}", f"{check[number]!r}, expected a number")
+        return value
 
     def file(self, name: str, value: Any) -> File:
         if name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\\" in name or "\0" in name:

@@ -40,11 +40,11 @@ def _quotas(root: Path, membership: Path) -> list[float]:
 def _groups(root: Path, membership: Path) -> list[Path]:
     try:
         lines = membership.read_text().splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return [root]
     groups = []
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = (*line.replace("\0", "").split(":", 2), "?", "?")[:3]
         if controllers == "":
             groups.append(root / path.lstrip("/"))
         elif "cpu" in controllers.split(","):

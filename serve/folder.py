@@ -18,26 +18,23 @@ if sys.platform != "win32":
 
 def aside(target: Path) -> Path:
     """Where the old bundle waits while `target` is replaced."""
-    return target.with_name(f".{target.name}.previous")
+    return target.parent / f".{target.name}.previous"
 
 
 @contextlib.contextmanager
 def locked(folder: Path, *, exclusive: bool) -> Iterator[None]:
     """Hold the advisory lock of a folder.
 
-    On a file system or platform without such locks this does nothing: the renames are
-    atomic all the same, and only simultaneous writers lose their protection.
+    Where there are no such locks, or the folder may not be opened, this does nothing: the
+    renames are atomic all the same, and only simultaneous writers lose their protection.
     """
-    if sys.platform == "win32":
+    with contextlib.ExitStack() as stack:
+        if sys.platform != "win32":
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def restore(target: Path) -> None:

@@ -62,26 +62,17 @@ def check_ragged(rows: Sequence[Any], manifest: Manifest, overflow: str) -> list
     Raises:
         InputError: one of its four kinds.
     """
-    if isinstance(rows, str | bytes) or not hasattr(rows, "__iter__"):
+    if isinstance(rows, str | bytes) or not np.iterable(rows):
         raise errors.InvalidInputError(
             f"rows are {type(rows).__name__}, expected a list of sequences of ids"
         )
-    checked = []
-    for index, row in enumerate(rows):
-        try:
-            array = _as_integers(row)
-        except errors.InvalidInputError as error:
-            raise errors.InvalidInputError(f"sequence {index}: {error}") from error
-        if array.ndim != 1:
-            raise errors.InvalidInputError(
-                f"sequence {index} has shape {array.shape}, expected one axis of ids"
-            )
-        checked.append(array)
+    checked = [_as_vector(index, row) for index, row in enumerate(rows)]
     for index, array in enumerate(checked):
         if array.shape[0] == 0:
             raise errors.empty_sequence(index)
-    limits = [_allowed_length(array.shape[0], manifest, overflow) for array in checked]
-    wide = [_widen(array[:limit]) for array, limit in zip(checked, limits, strict=True)]
+    wide = []
+    for array in checked:  # no comprehension: the warning names the caller by its depth
+        wide.append(_widen(array[: _allowed_length(array.shape[0], manifest, overflow)]))  # noqa: PERF401
     if wide and _any_out_of_range(np.concatenate(wide), manifest.vocab_size):
         for index, row in enumerate(wide):
             if _any_out_of_range(row, manifest.vocab_size):
@@ -89,6 +80,18 @@ def check_ragged(rows: Sequence[Any], manifest: Manifest, overflow: str) -> list
                 token = int(checked[index][column])
                 raise errors.token_out_of_range(token, index, column, manifest.vocab_size)
     return wide
+
+
+def _as_vector(index: int, row: Any) -> npt.NDArray[Any]:
+    try:
+        array = _as_integers(row)
+    except errors.InvalidInputError as error:
+        raise errors.InvalidInputError(f"sequence {index}: {error}") from error
+    if array.ndim != 1:
+        raise errors.InvalidInputError(
+            f"sequence {index} has shape {array.shape}, expected one axis of ids"
+        )
+    return array
 
 
 def _as_integers(ids: Any) -> npt.NDArray[Any]:
@@ -102,20 +105,27 @@ def _as_integers(ids: Any) -> npt.NDArray[Any]:
             f"ids are not a rectangular array of integers ({reason}); "
             "pass rows of different lengths to encode"
         ) from error
-    if isinstance(ids, list | tuple) and _holds_bool(ids):
-        raise errors.invalid_dtype("bool")  # among integers, NumPy would read True as 1
-    if array.size == 0 and not isinstance(ids, np.ndarray) and not hasattr(ids, "__array__"):
-        array = array.astype(np.int64)  # an empty list has no type of its own
+    if isinstance(ids, list | tuple):
+        kinds = _leaf_types(ids)
+        if kinds & {bool, np.bool_}:
+            raise errors.invalid_dtype("bool")  # among integers, NumPy would read True as 1
+        if array.dtype.kind not in "iu" and kinds <= {int}:
+            # Nothing at all, or numbers beyond 64 bits; those are out of range for any model.
+            return np.asarray(ids, np.int64 if array.size == 0 else object)
     if array.dtype.kind not in "iu":
         raise errors.invalid_dtype(array.dtype)
     return array
 
 
-def _holds_bool(items: Sequence[Any]) -> bool:
-    return any(
-        _holds_bool(item) if isinstance(item, list | tuple) else isinstance(item, bool | np.bool_)
-        for item in items
-    )
+def _leaf_types(items: Sequence[Any]) -> set[type]:
+    """Types of what nested lists hold in the end; for an array, of its elements."""
+    kinds: set[type] = set()
+    for item in items:
+        if isinstance(item, list | tuple):
+            kinds |= _leaf_types(item)
+        else:
+            kinds.add(item.dtype.type if isinstance(item, np.ndarray) else type(item))
+    return kinds
 
 
 def _allowed_length(length: int, manifest: Manifest, overflow: str) -> int:
@@ -125,12 +135,14 @@ def _allowed_length(length: int, manifest: Manifest, overflow: str) -> int:
         raise errors.sequence_too_long(length, manifest.max_len, manifest.position)
     warnings.warn(
         f"a sequence of {length} tokens was cut to its first {manifest.max_len} (max_len)",
-        stacklevel=5,  # the caller of the session's method
+        stacklevel=4,  # the caller of the session's method
     )
     return manifest.max_len
 
 
 def _widen(array: npt.NDArray[Any]) -> Ids:
+    if array.dtype == object:
+        array = np.where((array >= -(2**63)) & (array < 2**63), array, -1)
     return np.ascontiguousarray(array, dtype=np.int64)
 
 

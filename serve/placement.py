@@ -11,6 +11,7 @@ import dataclasses
 import io
 import logging
 import sys
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,9 @@ _CUDA_LIBRARIES = (
     "libcublas.so.13",
     "libcurand.so.10",
 )
+
+# Two threads redirecting at once would leave the redirection of the first in place.
+_redirecting = threading.Lock()
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +70,11 @@ def cuda_problem() -> str | None:
     if not _loads(driver):
         return f"{driver} not found; install the NVIDIA driver (in a container: run with GPUs)"
     # Finds the libraries of the nvidia-* wheels; prints its misses, which we name ourselves.
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        _redirecting,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         onnxruntime.preload_dlls()
     for library in libraries:
         if not _loads(library):

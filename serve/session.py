@@ -23,6 +23,7 @@ from causal_encoder.serve.placement import DEVICES, Placement, first_line, open_
 
 Hidden = npt.NDArray[np.float32]
 
+_MAX_THREADS = 4096
 _ORT_LOG_FATAL = 4  # the exceptions carry the same text
 
 
@@ -56,8 +57,8 @@ class EncoderSession:
     ) -> None:
         _check_choice("device", device, DEVICES)
         _check_choice("overflow", overflow, OVERFLOWS)
-        _check_positive("threads", threads)
-        _check_positive("gpu_memory_limit_bytes", gpu_memory_limit_bytes)
+        _check_whole("threads", threads, _MAX_THREADS)
+        _check_whole("gpu_memory_limit_bytes", gpu_memory_limit_bytes, 2**63 - 1)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or available_cpus()
         options.inter_op_num_threads = 1
@@ -80,6 +81,7 @@ class EncoderSession:
                 raise
             except Exception as error:  # ONNX Runtime has no public base class for its errors
                 raise BundleError(f"{opened.model_path}: {first_line(error)}") from error
+            _check_fits(self._session, opened.manifest, str(opened.model_path))
         self._manifest = opened.manifest
         self._input = opened.manifest.inputs[0].name
         self._output = opened.manifest.outputs[0].name
@@ -194,8 +196,30 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 
-def _check_positive(name: str, value: object) -> None:
+def _check_whole(name: str, value: object, most: int) -> None:
     if value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}, expected a whole number of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ConfigError(
+            f"{name} is {value!r}, expected a whole number of at least 1 and at most {most}"
+        )
+
+
+def _check_fits(session: onnxruntime.InferenceSession, manifest: Manifest, path: str) -> None:
+    """The model takes and gives what the manifest says, so that no run can surprise."""
+    for kind, found, expected in (
+        ("input", session.get_inputs(), manifest.inputs),
+        ("output", session.get_outputs(), manifest.outputs),
+    ):
+        in_model = [(value.name, tuple(value.shape)) for value in found]
+        in_manifest = [(tensor.name, tensor.axes) for tensor in expected]
+        if in_model != in_manifest:
+            raise BundleError(
+                f"{path} has {kind} {in_model}, the manifest says {in_manifest}; "
+                "export the bundle again"
+            )
+    if manifest.outputs[0].axes[-1:] != (manifest.d_model,):
+        raise BundleError(
+            f"{path} has output width {manifest.outputs[0].axes[-1:]}, config says d_model "
+            f"{manifest.d_model}; export the bundle again"
+        )

@@ -4,20 +4,18 @@ Everything heavy is imported inside the commands, so that --help is instant and 
 `inspect` work on an install without torch and onnx.
 """
 
-import contextlib
-import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from causal_encoder import __version__, render
-from causal_encoder.errors import CausalEncoderError, CheckpointError, DeviceError
+from causal_encoder.errors import CheckpointError, DeviceError
 from causal_encoder.files import write_whole
+from causal_encoder.terminal import Commands, progress_bar, write_json
 
 if TYPE_CHECKING:
     from causal_encoder.serve import Manifest
@@ -25,13 +23,6 @@ if TYPE_CHECKING:
 EXIT_REFUSED = 1
 EXIT_CANNOT_CHECK = 3
 
-_EXTRA_OF = {
-    "torch": "export",
-    "onnx": "export",
-    "onnxscript": "export",
-    "safetensors": "export",
-    "matplotlib": "plot",
-}
 _DEFAULT_SEQ_LENS = (16, 64, 256, 1024)
 
 _device = click.option(
@@ -51,25 +42,7 @@ _json_file = click.option(
 )
 
 
-class _Commands(click.Group):
-    """The one place where the library's errors become one line and an exit code."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except CausalEncoderError as error:
-            raise click.ClickException(" ".join(str(error).split())) from error
-        except ModuleNotFoundError as error:
-            extra = _EXTRA_OF.get((error.name or "").split(".")[0])
-            if extra is None:
-                raise
-            raise click.ClickException(
-                f"this command needs {error.name}, which is not installed; "
-                f"pip install 'causal-encoder[{extra}]'"
-            ) from error
-
-
-@click.group(cls=_Commands)
+@click.group(cls=Commands)
 @click.version_option(__version__, package_name="causal-encoder")
 def main() -> None:
     """Export causal transformer encoders, prove the exports, run and measure them.
@@ -96,7 +69,13 @@ def main() -> None:
     show_default=True,
     help="Position scheme.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of the weights.",
+)
 def new(checkpoint: Path, seed: int, **fields: Any) -> None:
     """Make a checkpoint with random weights.
 
@@ -191,7 +170,7 @@ def _export(
 ) -> None:
     from causal_encoder.model import load_checkpoint
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         manifest = exporter(load_checkpoint(checkpoint), bundle, progress=progress, **options)
     size_bytes = sum(file.size_bytes for file in manifest.files.values())
     assert manifest.parity is not None
@@ -220,7 +199,7 @@ def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -
     from causal_encoder.export import verify
     from causal_encoder.model import load_checkpoint
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         try:
             report = verify(bundle, load_checkpoint(checkpoint), device=device, progress=progress)
         except DeviceError as error:
@@ -229,7 +208,7 @@ def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -
     # With the JSON on standard output, the table must not mix with it.
     render.print_report(report, Console(stderr=json_path == "-"))
     if json_path is not None:
-        _write_json(json_path, report.to_dict())
+        write_json(json_path, report.to_dict())
     if not report.proven:
         click.echo(f"Error: {report.first_failure}", err=True)
         raise click.exceptions.Exit(EXIT_REFUSED)
@@ -337,7 +316,7 @@ def bench(
         seq_lens = tuple(n for n in _DEFAULT_SEQ_LENS if n <= limit) or (limit,)
     else:
         seq_lens = _positive_list(seq_len, "--seq-len")
-    with _progress() as progress:
+    with progress_bar() as progress:
         result = bench.run_benchmark(
             bundle,
             checkpoint,
@@ -349,7 +328,7 @@ def bench(
         )
     bench.print_benchmark(result, Console(stderr=json_path == "-"))
     if json_path is not None:
-        _write_json(json_path, result.to_dict())
+        write_json(json_path, result.to_dict())
     if csv_path is not None:
         text = result.to_csv()
         write_whole(csv_path, lambda stream: stream.write(text.encode()))
@@ -413,27 +392,3 @@ def plot_positions_command(checkpoint: Path, output: str) -> None:
 
     plot_positions(load_checkpoint(checkpoint), Path(output))
     click.echo(output)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, nothing in a pipe."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def update(step: str, done: int, total: int) -> None:
-            bar.update(task, description=step, completed=done, total=total)
-
-        yield update
-
-
-def _write_json(path: str, value: dict[str, Any]) -> None:
-    text = json.dumps(value, indent=2) + "\n"
-    if path == "-":
-        click.echo(text, nl=False)
-    else:
-        write_whole(path, lambda stream: stream.write(text.encode()))

@@ -20,8 +20,15 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object
     Raises:
         CausalEncoderError: the file cannot be written; names the reason.
     """
-    target = Path(path)
     try:
+        target = Path(path).resolve()  # a link stays a link to the file that is written
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CausalEncoderError(f"{path} cannot be written: {error}") from error
+    try:
+        if target.exists() and not target.is_file() and not target.is_dir():
+            with target.open("wb", buffering=0) as stream:  # a device or a pipe, never replaced
+                write(stream)
+            return
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(descriptor, "wb") as stream:
@@ -34,5 +41,5 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object
             with contextlib.suppress(OSError):
                 Path(temporary).unlink()
             raise
-    except OSError as error:
-        raise CausalEncoderError(f"{target} cannot be written: {error.strerror}") from error
+    except OSError as error:  # NumPy raises it with a text alone
+        raise CausalEncoderError(f"{path} cannot be written: {error.strerror or error}") from error

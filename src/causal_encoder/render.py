@@ -28,7 +28,7 @@ def print_report(report: "Report", console: Console) -> None:
 
 def print_manifest(name: str, manifest: "Manifest", console: Console) -> None:
     """Everything that is known of a bundle, one fact a row."""
-    console.print(name, highlight=False)
+    console.print(name, markup=False, highlight=False, emoji=False, soft_wrap=True)
     table = Table(show_header=False, box=None)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -23,12 +23,14 @@ def parse_ids(text: str) -> list[list[int]]:
     Raises:
         InvalidInputError: a word is not a whole number.
     """
-    words = text.replace(",", " ").split()
-    try:
-        return [[int(word) for word in words]]
-    except ValueError:
-        word = next(word for word in words if not word.lstrip("+-").isdigit())
-        raise InvalidInputError(f"--ids holds {word!r}, expected whole numbers") from None
+    ids = []
+    for word in text.replace(",", " ").split():
+        try:
+            ids.append(int(word))
+        except ValueError:
+            shown = word if len(word) <= 40 else f"{word[:40]}.."
+            raise InvalidInputError(f"--ids holds {shown!r}, expected whole numbers") from None
+    return [ids]
 
 
 def read_rows(path: str) -> Any:
@@ -43,20 +45,32 @@ def read_rows(path: str) -> Any:
     Raises:
         InvalidInputError: the file cannot be read, or a line is not a list.
     """
+    if path.endswith(".npy"):
+        return _read_array(path)
     try:
-        if path.endswith(".npy"):
-            return np.load(path, allow_pickle=False)
         if path == "-":
             return _parse_lines(sys.stdin, "standard input")
         with Path(path).open(encoding="utf-8") as lines:
             return _parse_lines(lines, path)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InvalidInputError(f"{path} cannot be read: {reason or error}") from error
-    except ValueError as error:
-        if isinstance(error, InvalidInputError):
-            raise
+    except InvalidInputError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the path
+        source = "standard input" if path == "-" else path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidInputError(f"{source} cannot be read: {reason}") from error
+
+
+def _read_array(path: str) -> npt.NDArray[Any]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # NumPy evaluates the header, which can fail in every way
         raise InvalidInputError(f"{path} is not an array of integers: {error}") from error
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise InvalidInputError(f"{path} is an archive of arrays; pass one of them alone")
+    return array
 
 
 def _parse_lines(lines: Iterable[str], source: str) -> list[list[Any]]:
@@ -98,8 +112,11 @@ def write_hidden(hidden: Hidden | Sequence[Hidden], path: Path | None) -> None:
     if path is None:
         for row in hidden:
             sys.stdout.write(json.dumps(row.tolist()) + "\n")
+        sys.stdout.flush()  # a full disk must be an error now, not a remark at exit
     elif path.suffix == ".npy":
         if not isinstance(hidden, np.ndarray):
+            if not hidden:
+                raise InvalidInputError(f"there are no sequences to write to {path}")
             raise InvalidInputError(
                 f"the sequences have different lengths, which {path} cannot hold; "
                 "name an --output in .jsonl"

@@ -430,13 +430,16 @@ def test_a_config_that_was_not_saved_with_the_weights_is_refused(
 
 @pytest.mark.parametrize(
     "metadata",
-    ["", "{", "[]", "null", "{}", '{"vocab_size": 0}', "[" * 100_000, '{"a":' * 100_000],
+    [
+        *("", "{", "[]", "null", "{}", '{"config": {}}', '{"config": [], "sha256": ""}'),
+        *('{"config": {"vocab_size": 0}, "sha256": ""}', "[" * 100_000, '{"a":' * 100_000),
+    ],
     ids=lambda text: repr(text[:20]),
 )
 def test_a_damaged_config_inside_the_weights_is_refused(
     folder: Path, state: dict[str, Tensor], metadata: str
 ) -> None:
-    safetensors.torch.save_file(state, folder / WEIGHTS, metadata={"config": metadata})
+    safetensors.torch.save_file(state, folder / WEIGHTS, metadata={"causal_encoder": metadata})
     assert str(folder / WEIGHTS) in refusal(folder)
 
 

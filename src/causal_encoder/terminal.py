@@ -1,0 +1,75 @@
+"""How every command behaves on a terminal: errors, progress, JSON."""
+
+import contextlib
+import errno
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from causal_encoder.errors import CausalEncoderError
+from causal_encoder.files import write_whole
+
+_EXTRA_OF = {
+    "torch": "export",
+    "onnx": "export",
+    "onnxscript": "export",
+    "safetensors": "export",
+    "matplotlib": "plot",
+}
+
+
+class Commands(click.Group):
+    """The one place where the library's errors become one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a terminal that knows ASCII alone gets escapes for the rest."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        try:
+            return super().invoke(ctx)
+        except CausalEncoderError as error:
+            raise click.ClickException(" ".join(str(error).split())) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # the reader went away: click ends quietly
+            raise click.ClickException(f"output: {error.strerror or error}") from error
+        except ModuleNotFoundError as error:
+            extra = _EXTRA_OF.get((error.name or "").split(".")[0])
+            if extra is None:
+                raise
+            raise click.ClickException(
+                f"this command needs {error.name}, which is not installed; "
+                f"pip install 'causal-encoder[{extra}]'"
+            ) from error
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, nothing in a pipe."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def update(step: str, done: int, total: int) -> None:
+            bar.update(task, description=step, completed=done, total=total)
+
+        yield update
+
+
+def write_json(path: str, value: dict[str, Any]) -> None:
+    """Into the file, or to standard output for -."""
+    text = json.dumps(value, indent=2) + "\n"
+    if path == "-":
+        click.echo(text, nl=False)
+    else:
+        write_whole(path, lambda stream: stream.write(text.encode()))
