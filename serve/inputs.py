@@ -6,7 +6,7 @@ sequence, length, ids.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def check_batch(ids: Any, manifest: Manifest, overflow: str) -> Ids:
     return wide
 
 
-def check_ragged(rows: Sequence[Any], manifest: Manifest, overflow: str) -> list[Ids]:
+def check_ragged(rows: Iterable[Any], manifest: Manifest, overflow: str) -> list[Ids]:
     """Turn sequences of different lengths into int64 vectors; errors name the row.
 
     Args:

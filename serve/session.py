@@ -1,7 +1,7 @@
 """EncoderSession: run an ONNX bundle in this process, without torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ class EncoderSession:
         _check_whole("threads", threads, _MAX_THREADS)
         _check_whole("gpu_memory_limit_bytes", gpu_memory_limit_bytes, 2**63 - 1)
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads or available_cpus()
+        options.intra_op_num_threads = int(threads or available_cpus())
         options.inter_op_num_threads = 1
         options.log_severity_level = _ORT_LOG_FATAL
         # TF32 would round fp32 products to 10 bits of mantissa; ONNX Runtime's default is on.
@@ -112,10 +112,11 @@ class EncoderSession:
         Raises:
             InputError: one of its four kinds, before anything reaches ONNX Runtime.
             NonFiniteOutputError: the weights produced NaN or infinity.
+            DeviceError: ONNX Runtime failed, for example for want of memory.
         """
         return self._run(check_batch(ids, self._manifest, self._overflow))
 
-    def encode(self, rows: Sequence[Any]) -> list[Hidden]:
+    def encode(self, rows: Iterable[Any]) -> list[Hidden]:
         """Encode sequences of different lengths, batched by length inside.
 
         Rows are padded on the right, which changes nothing for a causal model: no real
@@ -166,11 +167,17 @@ class EncoderSession:
         if ids.shape[0] == 0:  # ONNX Runtime's attention refuses empty tensors
             return np.empty((*ids.shape, self._manifest.d_model), np.float32)
         hidden: Hidden
-        if self._placement.device == "cuda":
-            on_device = onnxruntime.OrtValue.ortvalue_from_numpy(ids, "cuda", 0)
-            hidden = self.run_on_device(on_device).numpy()
-        else:
-            hidden = self._session.run([self._output], {self._input: ids})[0]
+        try:
+            if self._placement.device == "cuda":
+                on_device = onnxruntime.OrtValue.ortvalue_from_numpy(ids, "cuda", 0)
+                hidden = self.run_on_device(on_device).numpy()
+            else:
+                hidden = self._session.run([self._output], {self._input: ids})[0]
+        except Exception as error:  # above all, too little memory
+            raise DeviceError(
+                f"{self._placement.device} could not run a batch of {ids.shape[0]} x "
+                f"{ids.shape[1]}: {first_line(error)}; try a smaller one"
+            ) from error
         # A NaN or infinity survives a sum, and one pass of adding is the cheapest check. A
         # sum of finite values can overflow too, so only then is every value looked at.
         if self._check_finite:
@@ -199,7 +206,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _check_whole(name: str, value: object, most: int) -> None:
     if value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
         raise ConfigError(
             f"{name} is {value!r}, expected a whole number of at least 1 and at most {most}"
         )

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from causal_encoder import __version__, render
-from causal_encoder.errors import CheckpointError, DeviceError
+from causal_encoder.errors import CheckpointError, ConfigError, DeviceError
 from causal_encoder.files import write_whole
 from causal_encoder.terminal import Commands, progress_bar, write_json
 
@@ -90,7 +90,11 @@ def new(checkpoint: Path, seed: int, **fields: Any) -> None:
     if checkpoint.exists():
         raise CheckpointError(f"{checkpoint} exists; choose another path")
     torch.manual_seed(seed)
-    model = CausalEncoder(EncoderConfig(**fields))
+    config = EncoderConfig(**fields)
+    try:
+        model = CausalEncoder(config)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        raise ConfigError(f"a model of these sizes cannot be built: {error}") from error
     save_checkpoint(model, checkpoint)
     count = sum(parameter.numel() for parameter in model.parameters())
     click.echo(f"{checkpoint}: {count:,} parameters, random, seed {seed}")
@@ -266,8 +270,9 @@ def run(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hidden = road.encode(session, rows)
-    for warning in caught:
-        click.echo(f"Warning: {warning.message}", err=True)
+    if caught:
+        more = f" (and {len(caught) - 1} more like it)" if len(caught) > 1 else ""
+        click.echo(f"Warning: {caught[0].message}{more}", err=True)
     road.write_hidden(hidden, output_path)
 
 

@@ -21,14 +21,14 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object
         CausalEncoderError: the file cannot be written; names the reason.
     """
     try:
-        target = Path(path).resolve()  # a link stays a link to the file that is written
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CausalEncoderError(f"{path} cannot be written: {error}") from error
-    try:
-        if target.exists() and not target.is_file() and not target.is_dir():
-            with target.open("wb", buffering=0) as stream:  # a device or a pipe, never replaced
+        if _is_device_or_pipe(Path(path)):  # written to, never replaced
+            with Path(path).open("wb", buffering=0) as stream:
                 write(stream)
             return
+        target = Path(path).resolve()  # a link stays a link to the file that is written
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CausalEncoderError(f"{path} cannot be written: {_reason(error)}") from error
+    try:
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(descriptor, "wb") as stream:
@@ -42,4 +42,12 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object
                 Path(temporary).unlink()
             raise
     except OSError as error:  # NumPy raises it with a text alone
-        raise CausalEncoderError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise CausalEncoderError(f"{path} cannot be written: {_reason(error)}") from error
+
+
+def _is_device_or_pipe(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _reason(error: Exception) -> str:
+    return str((isinstance(error, OSError) and error.strerror) or error)

@@ -39,7 +39,9 @@ class Commands(click.Group):
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # the reader went away: click ends quietly
-            raise click.ClickException(f"output: {error.strerror or error}") from error
+            raise click.ClickException(
+                f"{error.filename or 'output'}: {error.strerror or error}"
+            ) from error
         except ModuleNotFoundError as error:
             extra = _EXTRA_OF.get((error.name or "").split(".")[0])
             if extra is None:
