@@ -1,0 +1,89 @@
+"""Pictures: they are whole image files, they show their subject, and nothing is half written."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from causal_encoder.bench import Benchmark
+from causal_encoder.errors import CausalEncoderError, ConfigError
+from causal_encoder.plots import plot_latency, plot_positions
+from tests.bundles import small_model
+from tests.test_bench import drawn
+
+
+def pixels(path: Path) -> npt.NDArray[np.uint32]:
+    """(height, width), each pixel's red, green, blue and alpha as one number."""
+    channels = np.asarray(matplotlib.image.imread(path))
+    return np.ascontiguousarray(channels * 255, dtype=np.uint8).view(np.uint32)[..., 0]
+
+
+@pytest.fixture
+def benchmark() -> Benchmark:
+    return drawn()
+
+
+def test_the_positions_of_each_scheme_are_drawn_and_look_different(tmp_path: Path) -> None:
+    images = []
+    for position in ("sinusoidal", "learned", "sinusoidal+learned"):
+        plot_positions(small_model(position=position), tmp_path / "positions.png")
+        images.append(pixels(tmp_path / "positions.png"))
+        assert len(np.unique(images[-1])) > 100
+    assert not any(np.array_equal(images[i], images[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("sizes", [{"max_len": 1}, {"d_model": 1, "num_heads": 1}])
+def test_the_smallest_tables_are_drawn_too(sizes: dict[str, int], tmp_path: Path) -> None:
+    plot_positions(small_model(**sizes), tmp_path / "positions.png")
+    assert pixels(tmp_path / "positions.png").size
+
+
+def test_a_model_without_positions_has_none_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'none'"):
+        plot_positions(small_model(position="none"), tmp_path / "positions.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_latency_is_drawn(benchmark: Benchmark, tmp_path: Path) -> None:
+    plot_latency(benchmark, tmp_path / "latency.png")
+    assert min(pixels(tmp_path / "latency.png").shape) > 500
+
+
+def test_the_ending_says_the_format(benchmark: Benchmark, tmp_path: Path) -> None:
+    plot_latency(benchmark, tmp_path / "latency.svg")
+    assert "<svg" in (tmp_path / "latency.svg").read_text()
+
+
+@pytest.mark.parametrize("name", ["latency", "latency.jpeg2000"])
+def test_an_unknown_ending_is_refused(name: str, benchmark: Benchmark, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ends in none of .*\.png"):
+        plot_latency(benchmark, tmp_path / name)
+
+
+def test_a_path_that_cannot_be_written_is_one_line(benchmark: Benchmark, tmp_path: Path) -> None:
+    with pytest.raises(CausalEncoderError, match=r"missing.*cannot be written") as raised:
+        plot_latency(benchmark, tmp_path / "missing" / "latency.png")
+    assert "\n" not in str(raised.value)
+
+
+def test_an_old_picture_is_replaced(benchmark: Benchmark, tmp_path: Path) -> None:
+    path = tmp_path / "latency.png"
+    path.write_bytes(b"old")
+    plot_latency(benchmark, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_drawing_latency_needs_neither_torch_nor_a_display() -> None:
+    program = (
+        "import sys, causal_encoder.plots; "
+        "print(sorted({'torch', 'matplotlib.pyplot'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
