@@ -21,7 +21,7 @@ MANIFEST_FILE = "manifest.json"
 SCHEMA_VERSION = 1
 FORMATS = ("onnx", "torchscript", "program")
 MODEL_FILES = {"onnx": "model.onnx", "torchscript": "model.pt", "program": "model.pt2"}
-PRECISIONS = ("fp32",)
+PRECISIONS = ("fp32", "fp16", "bf16")
 _MANIFEST_LIMIT_BYTES = 4 * 2**20  # ours are about 10 KiB
 _CHUNK_BYTES = 2**20
 
@@ -50,7 +50,7 @@ class Manifest:
     Attributes:
         format: "onnx", "torchscript" or "program".
         config: the EncoderConfig fields, with max_len as exported.
-        precision: type of the weights, "fp32".
+        precision: type of the weights and of the arithmetic, "fp32", "fp16" or "bf16".
         inputs, outputs: names, dtypes and axes.
         operators: number of operators of each type in the model file.
         opset, ir_version, min_onnxruntime: for onnx: versions of the file, and the oldest

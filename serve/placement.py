@@ -22,6 +22,8 @@ from causal_encoder.errors import DeviceError
 DEVICES = ("auto", "cpu", "cuda")
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
+# TF32 would round fp32 products to 10 bits of mantissa, and ONNX Runtime's default is on.
+CUDA_OPTIONS = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
 # The driver, then what libonnxruntime_providers_cuda.so of the CUDA 13 builds links to.
 _CUDA_LIBRARIES = (
     "libcuda.so.1",
