@@ -148,7 +148,8 @@ def verify_prepared(
             rows.append(
                 _unchecked(name) if subject.device == "none" else _row(name, _find(check, subject))
             )
-    tick("done")
+    if progress is not None:
+        progress("done", total, total)
     return Report(format=opened.manifest.format, device=subject.device, checks=tuple(rows))
 
 
