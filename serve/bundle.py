@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -141,6 +142,25 @@ def open_bundle(path: str | os.PathLike[str]) -> Iterator[Bundle]:
         yield Bundle(folder=folder, manifest=manifest)
 
 
+def check_runtime(bundle: Bundle, installed: str) -> None:
+    """Refuse a bundle that was never tested with a runtime as old as this one.
+
+    Args:
+        bundle: an opened bundle.
+        installed: version of the ONNX Runtime in use.
+
+    Raises:
+        BundleError: names both versions and how to upgrade.
+    """
+    needed = bundle.manifest.min_onnxruntime
+    if needed is not None and _release(installed) < _release(needed):
+        raise BundleError(
+            f"{bundle.folder} needs ONNX Runtime {needed} or later, {installed} is installed; "
+            f"pip install --upgrade 'onnxruntime-gpu>={needed}' (onnxruntime, where that is "
+            "installed)"
+        )
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Parse and check manifest.json.
 
@@ -179,6 +199,11 @@ def sha256_of(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(1, 31, 1) of "1.31.1" and of "1.31.1.dev20261101": by number, not by letter."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

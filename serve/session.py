@@ -16,7 +16,7 @@ from causal_encoder.errors import (
     NonFiniteOutputError,
 )
 from causal_encoder.serve.batching import plan_batches
-from causal_encoder.serve.bundle import Manifest, open_bundle
+from causal_encoder.serve.bundle import Manifest, check_runtime, open_bundle
 from causal_encoder.serve.cpu import available_cpus
 from causal_encoder.serve.inputs import OVERFLOWS, Ids, check_batch, check_ragged
 from causal_encoder.serve.placement import CUDA_OPTIONS, DEVICES, Placement, first_line, open_on
@@ -71,6 +71,7 @@ class EncoderSession:
                     f"{bundle} holds a {opened.manifest.format} model, a session runs onnx; "
                     "export the checkpoint with 'causal-encoder export onnx'"
                 )
+            check_runtime(opened, onnxruntime.__version__)
             if opened.manifest.precision == "bf16":
                 if device == "cpu":
                     raise DeviceError(

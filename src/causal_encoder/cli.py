@@ -1,7 +1,7 @@
 """The command line: each command parses, calls the library, and prints.
 
-Everything heavy is imported inside the commands, so that --help is instant and `run` and
-`inspect` work on an install without torch and onnx.
+Everything heavy is imported inside the commands, so that --help is instant and `run`,
+`inspect` and `doctor` work on an install without torch and onnx.
 """
 
 import contextlib
@@ -396,6 +396,32 @@ def inspect(bundle: Path, as_json: bool) -> None:
         click.echo(manifest.to_json(), nl=False)
         return
     render.print_manifest(str(bundle), manifest, Console())
+
+
+@main.command()
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def doctor(bundle: Path | None, as_json: bool) -> None:
+    """Examine this installation, and whether it can run BUNDLE: a line a finding, with its fix.
+
+    Exit code 1: something is broken. CUDA that does not work counts as broken only where it
+    is expected: where ONNX Runtime is compiled with it and something shows a GPU, which is a
+    file of the NVIDIA driver, its library, or NVIDIA_VISIBLE_DEVICES.
+
+    \b
+    Example:
+      causal-encoder doctor bundle/
+    """
+    from causal_encoder.doctor import diagnose, healthy, to_dict
+    from causal_encoder.doctor_facts import gather
+
+    findings = diagnose(gather(bundle))
+    if as_json:
+        _write_json("-", to_dict(findings))
+    else:
+        render.print_findings(findings, Console())
+    if not healthy(findings):
+        raise click.exceptions.Exit(EXIT_REFUSED)
 
 
 @main.group()

@@ -1,12 +1,14 @@
-"""What a person reads on the terminal: reports and manifests as tables."""
+"""What a person reads on the terminal: reports and manifests as tables, findings as lines."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
+    from causal_encoder.doctor import Finding
     from causal_encoder.export import Report
     from causal_encoder.serve import Manifest
 
@@ -26,6 +28,9 @@ def summary(manifest: "Manifest") -> str:
     return f"{text}, largest error {parity['measured']:.2g} of {parity['limit']:.2g} allowed"
 
 
+_LEVEL_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
+
+
 def print_report(report: "Report", console: Console) -> None:
     """One row a check, then the first failing case of each that does not hold."""
     where = "not run here" if report.device == "none" else f"on {report.device}"
@@ -40,6 +45,15 @@ def print_report(report: "Report", console: Console) -> None:
     for check in report.checks:
         if check.passed is False:
             console.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
+
+
+def print_findings(findings: "Sequence[Finding]", console: Console) -> None:
+    """One line a finding: its level, what was found, why it matters, and the fix."""
+    for finding in findings:
+        level = Text(f"{finding.level:<9}", _LEVEL_STYLES[finding.level])
+        fix = f"; fix: {finding.fix}" * bool(finding.fix)
+        # No markup and no wrapping: the fixes hold brackets, and are there to be copied.
+        console.print(level + f"{finding.what} ({finding.why}){fix}", soft_wrap=True)
 
 
 def print_manifest(name: str, manifest: "Manifest", console: Console) -> None:

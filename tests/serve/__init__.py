@@ -1,0 +1,1 @@
+"""Tests of causal_encoder.serve."""
