@@ -21,10 +21,17 @@ from torch.export import ExportedProgram
 
 from causal_encoder.export.prepare import INPUT, METADATA_EXTRA, OUTPUT_NAME
 from causal_encoder.serve.cpu import available_cpus
+from causal_encoder.serve.placement import CPU_PROVIDER, CUDA_OPTIONS, CUDA_PROVIDER
 
 Array = npt.NDArray[Any]
 Run = Callable[[Array], Array]
 
+OPTIMIZATION_LEVELS = {
+    "none": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
 _ORT_LOG_FATAL = 4
 
 
@@ -55,9 +62,35 @@ def read_facts(path: Path, format: str) -> Facts:  # noqa: A002  # the word of t
     )
 
 
-def open_bare(path: Path, format: str) -> Run:  # noqa: A002  # the word of the manifest
-    """Load a model file with its own runtime on CPU: (B, T) int64 -> (B, T, D) float32."""
-    return {"onnx": _onnx_run, "torchscript": _script_run, "program": _program_run}[format](path)
+def open_bare(path: Path, format: str, device: str = "cpu") -> Run:  # noqa: A002
+    """Load a model file with its own runtime: (B, T) int64 -> (B, T, D) float32.
+
+    Args:
+        path: the model file.
+        format: "onnx", "torchscript" or "program"; the last two run on CPU.
+        device: "cpu" or "cuda".
+    """
+    if format == "onnx":
+        return open_onnx(path, device, "all", available_cpus())
+    return _torch_run(
+        _load_script(path, {}) if format == "torchscript" else _load_program(path, {}).module()
+    )
+
+
+def open_onnx(path: Path, device: str, level: str, threads: int) -> Run:
+    """Load an ONNX file with a graph optimisation level and a number of threads."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = OPTIMIZATION_LEVELS[level]
+    options.intra_op_num_threads = threads
+    options.log_severity_level = _ORT_LOG_FATAL
+    provider = (CUDA_PROVIDER, CUDA_OPTIONS) if device == "cuda" else CPU_PROVIDER
+    session = onnxruntime.InferenceSession(path, options, providers=[provider], enable_fallback=0)
+
+    def run(ids: Array) -> Array:
+        hidden: Array = session.run([OUTPUT_NAME], {INPUT.name: ids})[0]
+        return hidden
+
+    return run
 
 
 def _onnx_facts(path: Path) -> Facts:
@@ -75,21 +108,6 @@ def _onnx_facts(path: Path) -> Facts:
 
 def _axes(value: onnx.ValueInfoProto) -> tuple[str | int, ...]:
     return tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
-
-
-def _onnx_run(path: Path) -> Run:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = available_cpus()
-    options.log_severity_level = _ORT_LOG_FATAL
-    session = onnxruntime.InferenceSession(
-        path, options, providers=["CPUExecutionProvider"], enable_fallback=0
-    )
-
-    def run(ids: Array) -> Array:
-        hidden: Array = session.run([OUTPUT_NAME], {INPUT.name: ids})[0]
-        return hidden
-
-    return run
 
 
 def _load_script(path: Path, extra: dict[str, Any]) -> torch.jit.ScriptModule:
@@ -112,10 +130,6 @@ def _script_facts(path: Path) -> Facts:
     return Facts(operators=operators, metadata=json.loads(extra[METADATA_EXTRA]))
 
 
-def _script_run(path: Path) -> Run:
-    return _torch_run(_load_script(path, {}))
-
-
 def _load_program(path: Path, extra: dict[str, Any]) -> ExportedProgram:
     with path.open("rb") as file:
         return torch.export.load(file, extra_files=extra)
@@ -134,10 +148,6 @@ def _program_facts(path: Path) -> Facts:
             for name, size in zip(INPUT.axes, ids.meta["val"].shape, strict=True)
         ),
     )
-
-
-def _program_run(path: Path) -> Run:
-    return _torch_run(_load_program(path, {}).module())
 
 
 def _torch_run(module: Callable[[torch.Tensor], torch.Tensor]) -> Run:

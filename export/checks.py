@@ -1,43 +1,29 @@
-"""What is checked of an artifact: one function a check, one table at the end.
-
-The reference is the model in float64 on CPU. The model itself is tested elsewhere, against
-independent transcriptions of the mathematics.
-
-Shapes: B batch, T sequence length, D d_model, V vocabulary, L max_len.
-"""
+"""What is checked of an artifact: one function a check, two tables at the end."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from causal_encoder.errors import (
-    DeviceError,
     EmptySequenceError,
     InputError,
     SequenceTooLongError,
     TokenOutOfRangeError,
 )
-from causal_encoder.export.artifact import Facts, Run, open_bare, read_facts
+from causal_encoder.export.artifact import OPTIMIZATION_LEVELS
 from causal_encoder.export.prepare import INPUT, metadata, output_of
-from causal_encoder.model import CausalEncoder, fingerprint
-from causal_encoder.serve import Bundle, EncoderSession, Manifest
+from causal_encoder.export.subject import Array, Subject, grid_lengths
+from causal_encoder.export.wrapper import ATTENTION_OPSET
+from causal_encoder.model import fingerprint
+from causal_encoder.serve.cpu import available_cpus
 
-Array = npt.NDArray[Any]
-
-BATCH_SIZES = (1, 2, 3, 8)
-# fp32: the largest error of an artifact over the grid may be this many times the largest
-# error of eager fp32 over the same grid, plus a little for where eager happens to be exact.
-EAGER_ERROR_FACTOR = 4.0
-ERROR_FLOOR = 1e-6
+# No tensor twice: parameters and tables, and a little for the graph itself.
+SIZE_FACTOR = 1.05
+SIZE_FLOOR_BYTES = 64 * 2**10
+BYTES_PER_WEIGHT = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 _RANDOM_OPERATORS = ("dropout", "random", "bernoulli", "multinomial", "rand")
-# Long enough to cross the blocks that kernels work in, short enough to be quick.
-_PROPERTY_LENGTH = 257
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,135 +33,6 @@ class Finding:
     measured: float | None = None
     limit: float | None = None
     detail: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One shape of the parity grid, with the largest errors against the reference."""
-
-    batch: int
-    length: int
-    error: float
-    eager_error: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-    """An artifact under examination.
-
-    Attributes:
-        manifest: the bundle's manifest.
-        facts: what the model file says of itself.
-        model: the prepared model, float32.
-        run: runs the artifact as its users do; for ONNX through an EncoderSession.
-        bare: runs the file past all our checks, on CPU.
-        device: "cpu" or "cuda", where `run` runs.
-        tick: called with a word as each piece of the long work begins.
-    """
-
-    manifest: Manifest
-    facts: Facts
-    model: CausalEncoder
-    run: Run
-    bare: Run
-    device: str
-    tick: Callable[[str], None] = lambda _: None
-
-    @functools.cached_property
-    def ids(self) -> Array:
-        """(8, L) int64, random, the first and last id among them."""
-        config = self.model.config
-        shape = (max(BATCH_SIZES), config.max_len)
-        ids = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int64)
-        ids[0, 0], ids[-1, 0] = 0, config.vocab_size - 1
-        return ids
-
-    @functools.cached_property
-    def reference(self) -> Array:
-        """(8, L, D) float64: by causality, every cell of the grid is a corner of it."""
-        model = CausalEncoder(self.model.config, torch.float64).eval()
-        model.load_state_dict(self.model.state_dict())
-        rows = []
-        for row in self.ids:
-            self.tick("reference")
-            rows.append(model(torch.from_numpy(row[None])).numpy())
-        return np.concatenate(rows)
-
-    @functools.cached_property
-    def grid(self) -> tuple[Cell, ...]:
-        """Every batch size with every length, around the powers of two and the ends."""
-        return tuple(
-            self._measure(batch, length)
-            for length in grid_lengths(self.model.config.max_len)
-            for batch in BATCH_SIZES
-        )
-
-    def _measure(self, batch: int, length: int) -> Cell:
-        self.tick(f"{batch} x {length}")
-        ids = self.ids[:batch, :length].copy()
-        expected = self.reference[:batch, :length]
-        eager = self.model(torch.from_numpy(ids)).numpy()
-        return Cell(
-            batch=batch,
-            length=length,
-            error=distance(self.run(ids), expected),
-            eager_error=distance(eager, expected),
-        )
-
-    @property
-    def limit(self) -> float:
-        """The largest error an artifact may have."""
-        return EAGER_ERROR_FACTOR * max(cell.eager_error for cell in self.grid) + ERROR_FLOOR
-
-    @property
-    def property_ids(self) -> Array:
-        """(8, T) ids of a middling length, for the checks that compare run with run."""
-        return self.ids[:, : min(self.model.config.max_len, _PROPERTY_LENGTH)].copy()
-
-
-def count_ticks(max_len: int) -> int:
-    """How often a Subject ticks: rows of the reference and cells of the grid."""
-    return max(BATCH_SIZES) + len(BATCH_SIZES) * len(grid_lengths(max_len))
-
-
-def open_subject(
-    bundle: Bundle, model: CausalEncoder, device: str, tick: Callable[[str], None] = lambda _: None
-) -> Subject:
-    """Load what the checks need; afterwards the bundle may be replaced."""
-    bare = open_bare(bundle.model_path, bundle.manifest.format)
-    run, used_device = bare, "cpu"
-    if bundle.manifest.format != "onnx":
-        if device == "cuda":
-            raise DeviceError(
-                f"a {bundle.manifest.format} bundle is verified on CPU; pass --device cpu"
-            )
-    else:
-        session = EncoderSession(bundle.folder, device, check_finite=False)
-        run, used_device = session.run, session.placement.device
-    return Subject(
-        manifest=bundle.manifest,
-        facts=read_facts(bundle.model_path, bundle.manifest.format),
-        model=model,
-        run=run,
-        bare=bare,
-        device=used_device,
-        tick=tick,
-    )
-
-
-def grid_lengths(max_len: int) -> tuple[int, ...]:
-    """1, 2, 3, then 2^k - 1, 2^k, 2^k + 1, .., L - 1, L."""
-    powers = [2**k for k in range(1, max_len.bit_length() + 1)]
-    lengths = {1, max_len - 1, max_len} | {p + step for p in powers for step in (-1, 0, 1)}
-    return tuple(sorted(length for length in lengths if 1 <= length <= max_len))
-
-
-def distance(found: Array, expected: Array) -> float:
-    """Largest absolute difference; infinite for NaN or another shape."""
-    if found.shape != expected.shape:
-        return float("inf")
-    largest = float(np.abs(found - expected).max(initial=0.0))
-    return largest if np.isfinite(largest) else float("inf")
 
 
 def source(subject: Subject) -> Finding:
@@ -220,14 +77,74 @@ def axes_dynamic(subject: Subject) -> Finding:
     return Finding()
 
 
-def deterministic(subject: Subject) -> Finding:
-    """No dropout and no random operator is left, and a second run gives the same bits."""
+def nothing_random(subject: Subject) -> Finding:
+    """No dropout and no random operator is left."""
     for operator in subject.facts.operators:
         if any(word in operator.lower() for word in _RANDOM_OPERATORS):
             return Finding(detail=f"operator {operator} is in the graph")
+    return Finding()
+
+
+def attention_whole(subject: Subject) -> Finding:
+    """Where the opset has an Attention operator, there is one in each layer."""
+    opset, num_layers = subject.facts.opset, subject.model.config.num_layers
+    if opset is None or opset < ATTENTION_OPSET:
+        return Finding()
+    count = subject.facts.operators["Attention"]
+    if count == num_layers:
+        return Finding()
+    return Finding(detail=f"{count} Attention operators, expected {num_layers}, one a layer")
+
+
+def stored_once(subject: Subject) -> Finding:
+    """An ONNX file is as large as its weights and tables, and little more."""
+    if subject.manifest.format != "onnx":
+        return Finding()  # the other archives hold code, which grows with the layers
+    config = subject.model.config
+    weights = sum(tensor.numel() for tensor in subject.model.state_dict().values())
+    tables = config.max_len * config.d_model * config.has_sinusoidal
+    guards = config.max_len + 3 * config.d_model
+    size = BYTES_PER_WEIGHT[subject.manifest.precision] * (weights + tables + guards)
+    limit = SIZE_FACTOR * size + SIZE_FLOOR_BYTES
+    detail = f"{subject.model_bytes:,} bytes, expected at most {int(limit):,}"
+    return Finding(
+        measured=subject.model_bytes,
+        limit=limit,
+        detail=detail if subject.model_bytes > limit else "",
+    )
+
+
+def repeatable(subject: Subject) -> Finding:
+    """A second run, and the file loaded once more, give the same bits."""
     ids = subject.property_ids
-    if not np.array_equal(subject.run(ids), subject.run(ids), equal_nan=True):
+    first = subject.run(ids)
+    if not np.array_equal(subject.run(ids), first, equal_nan=True):
         return Finding(detail=f"two runs on the same {ids.shape} ids differ")
+    if not np.array_equal(subject.reopen("all", available_cpus())(ids), first, equal_nan=True):
+        return Finding(detail=f"the file loaded again differs on the same {ids.shape} ids")
+    return Finding()
+
+
+def settings_agree(subject: Subject) -> Finding:
+    """Every graph optimisation level and thread count gives the same, within the budget."""
+    if subject.manifest.format != "onnx":
+        return Finding()
+    ids = subject.property_ids
+    usual = subject.run(ids)
+    cases = []
+    for level in OPTIMIZATION_LEVELS:
+        for threads in sorted({1, available_cpus()}):
+            subject.tick(f"{level}, {threads} threads")
+            difference = subject.distance(subject.reopen(level, threads)(ids), usual)
+            cases.append((difference, f"at optimisation level {level} with {threads} threads"))
+    return _largest(cases, subject.limit, "outputs move by")
+
+
+def finite(subject: Subject) -> Finding:
+    """No output of the grid is NaN or infinite, not even where eager's is too."""
+    for cell in subject.grid:
+        if not np.isfinite(cell.error):
+            return Finding(detail=f"NaN or infinity at batch {cell.batch}, sequence {cell.length}")
     return Finding()
 
 
@@ -253,7 +170,7 @@ def causal(subject: Subject) -> Finding:
     for position in sorted({1, length // 2, length - 1} - {0}):
         changed = ids.copy()
         changed[:, position:] = (changed[:, position:] + 1) % vocab_size
-        difference = distance(subject.run(changed)[:, :position], before[:, :position])
+        difference = subject.distance(subject.run(changed)[:, :position], before[:, :position])
         cases.append((difference, f"when tokens from position {position} on change"))
     return _largest(cases, subject.limit, "earlier outputs move by")
 
@@ -263,7 +180,10 @@ def batch_invariant(subject: Subject) -> Finding:
     ids = subject.property_ids
     together = subject.run(ids)
     cases = [
-        (distance(subject.run(ids[row : row + 1].copy()), together[row : row + 1]), f"in row {row}")
+        (
+            subject.distance(subject.run(ids[row : row + 1].copy()), together[row : row + 1]),
+            f"in row {row}",
+        )
         for row in range(len(ids))
     ]
     return _largest(cases, subject.limit, "a row alone and in a batch differ by")
@@ -276,7 +196,9 @@ def padding_invariant(subject: Subject) -> Finding:
     for length in grid_lengths(ids.shape[1]):
         padded = ids.copy()
         padded[:, length:] = 0
-        difference = distance(subject.run(padded)[:, :length], subject.run(ids[:, :length].copy()))
+        difference = subject.distance(
+            subject.run(padded)[:, :length], subject.run(ids[:, :length].copy())
+        )
         cases.append((difference, f"at length {length}, padded to {ids.shape[1]}"))
     return _largest(cases, subject.limit, "rows move by")
 
@@ -351,12 +273,19 @@ def _answered(
     return ""
 
 
-CHECKS: Mapping[str, Callable[[Subject], Finding]] = {
+FILE_CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "source": source,
     "facts": facts_agree,
     "axes": axes_dynamic,
-    "deterministic": deterministic,
+    "no random operators": nothing_random,
+    "attention": attention_whole,
+    "stored once": stored_once,
+}
+RUN_CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "parity": parity,
+    "finite": finite,
+    "repeatable": repeatable,
+    "settings": settings_agree,
     "causality": causal,
     "batch invariance": batch_invariant,
     "padding invariance": padding_invariant,

@@ -15,10 +15,11 @@ from causal_encoder.errors import ExportError
 from causal_encoder.export.prepare import INPUT, OUTPUT_NAME, metadata, prepare
 from causal_encoder.export.publish import publish
 from causal_encoder.export.verify import Progress
-from causal_encoder.export.wrapper import OnnxEncoder
+from causal_encoder.export.wrapper import ATTENTION_OPSET, OnnxEncoder
 from causal_encoder.model import CausalEncoder
 from causal_encoder.serve.bundle import Manifest
 
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OPSETS = range(18, 24)
 DEFAULT_OPSET = 23
 IR_VERSION = 10  # readable by every ONNX Runtime we support; onnx's own default is not
@@ -33,6 +34,7 @@ def export_onnx(
     path: str | os.PathLike[str],
     *,
     opset: int = DEFAULT_OPSET,
+    precision: str = "fp32",
     max_len: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -43,6 +45,9 @@ def export_onnx(
         model: the trained model; it is left as it is.
         path: folder of the bundle, made by this call.
         opset: version of the ai.onnx operator set, 18 to 23.
+        precision: "fp32", "fp16" or "bf16"; ids stay int64 and the output float32. The
+            lower ones need opset 23. bf16 runs on CUDA alone, so its numbers are checked
+            at export only where there is CUDA; the report says what was left open.
         max_len: longest sequence of the export; the model's own if not given. Cannot be
             changed for learned positions.
         force: replace an existing bundle.
@@ -57,20 +62,38 @@ def export_onnx(
     """
     if opset not in OPSETS:
         raise ExportError(f"opset {opset} is outside {OPSETS.start}..{OPSETS.stop - 1}")
+    if precision not in DTYPES:
+        raise ExportError(f"precision is {precision!r}, expected one of {', '.join(DTYPES)}")
+    if precision != "fp32" and opset < ATTENTION_OPSET:
+        raise ExportError(
+            f"{precision} needs opset {ATTENTION_OPSET}, whose Attention keeps its softmax in "
+            f"float32, but opset {opset} was asked for"
+        )
     prepared = prepare(model, max_len)
+    _check_range(prepared, precision)
 
     def write(path: Path) -> None:
-        _save(_trace(prepared, opset), path)
+        _save(_trace(prepared, opset, precision), path)
 
-    return publish(prepared, "onnx", path, write, force=force, progress=progress)
+    return publish(prepared, "onnx", precision, path, write, force=force, progress=progress)
 
 
-def _trace(model: CausalEncoder, opset: int) -> onnx.ModelProto:
+def _check_range(model: CausalEncoder, precision: str) -> None:
+    dtype = DTYPES[precision]
+    for name, tensor in model.state_dict().items():
+        if not bool(tensor.to(dtype).isfinite().all()):
+            raise ExportError(
+                f"{name} holds {float(tensor.abs().max()):.3g}, beyond the {precision} range of "
+                f"{torch.finfo(dtype).max:.3g}; export it in fp32"
+            )
+
+
+def _trace(model: CausalEncoder, opset: int, precision: str) -> onnx.ModelProto:
     # No upper bound on the axes: the guard row makes T = L + 1 a valid shape.
     axes = {0: Dim(str(INPUT.axes[0])), 1: Dim(str(INPUT.axes[1]))}
     with _known_noise_silenced():
         program = torch.onnx.export(
-            OnnxEncoder(model, opset).eval(),
+            OnnxEncoder(model, opset, DTYPES[precision]).eval(),
             (torch.zeros(2, 2, dtype=torch.int64),),
             input_names=[INPUT.name],
             output_names=[OUTPUT_NAME],
@@ -83,7 +106,7 @@ def _trace(model: CausalEncoder, opset: int) -> onnx.ModelProto:
     proto = program.model_proto
     proto.ir_version = IR_VERSION
     _strip_traces(proto)
-    for key, value in metadata(model.config, "fp32").items():
+    for key, value in metadata(model.config, precision).items():
         proto.metadata_props.add(key=key, value=value)
     return proto
 

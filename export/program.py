@@ -55,7 +55,7 @@ def export_program(
         torch.export.save(program, buffer, extra_files=extra_files(config))
         path.write_bytes(buffer.getbuffer())
 
-    return publish(prepared, "program", path, write, force=force, progress=progress)
+    return publish(prepared, "program", "fp32", path, write, force=force, progress=progress)
 
 
 class _NonEmpty(nn.Module):

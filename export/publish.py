@@ -33,6 +33,7 @@ MIN_ONNXRUNTIME = "1.28.0"
 def publish(
     model: CausalEncoder,
     format: str,  # noqa: A002  # the word of the manifest and of the command
+    precision: str,
     path: str | os.PathLike[str],
     write: Callable[[Path], None],
     *,
@@ -44,6 +45,7 @@ def publish(
     Args:
         model: the prepared model that `write` exports.
         format: "onnx", "torchscript" or "program".
+        precision: type of the weights in the file.
         path: folder of the bundle.
         write: writes the model file to the path it is given.
         force: replace an existing bundle.
@@ -65,10 +67,11 @@ def publish(
         _check_target(target, force)
         with _staging(target) as folder:
             write(folder / MODEL_FILES[format])
-            manifest = _describe(folder, format, model)
+            manifest = _describe(folder, format, precision, model)
             _write_manifest(folder, manifest)
-            report = verify_prepared(folder, model, "cpu", progress)
-            if not report.proven:
+            device = "auto" if precision == "bf16" else "cpu"
+            report = verify_prepared(folder, model, device, progress)
+            if report.verdict == "refuted":
                 raise ExportError(f"not published, because {report.first_failure}")
             manifest = dataclasses.replace(manifest, parity=report.to_dict())
             _write_manifest(folder, manifest)
@@ -79,12 +82,17 @@ def publish(
     return manifest
 
 
-def _describe(folder: Path, format: str, model: CausalEncoder) -> Manifest:  # noqa: A002
+def _describe(
+    folder: Path,
+    format: str,  # noqa: A002
+    precision: str,
+    model: CausalEncoder,
+) -> Manifest:
     facts = read_facts(folder / MODEL_FILES[format], format)
     return Manifest(
         format=format,
         config=model.config.to_dict(),
-        precision="fp32",
+        precision=precision,
         inputs=(INPUT,),
         outputs=(output_of(model.config),),
         operators=dict(sorted(facts.operators.items())),

@@ -56,4 +56,4 @@ def export_torchscript(
         torch.jit.save(scripted, buffer, _extra_files=extra_files(prepared.config))
         path.write_bytes(buffer.getbuffer())
 
-    return publish(prepared, "torchscript", path, write, force=force, progress=progress)
+    return publish(prepared, "torchscript", "fp32", path, write, force=force, progress=progress)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from causal_encoder.errors import BundleError, ConfigError
-from causal_encoder.export.checks import CHECKS, Finding, Subject, count_ticks, open_subject
+from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS, Finding
 from causal_encoder.export.prepare import exported_config, prepare
+from causal_encoder.export.subject import Subject, count_ticks, open_subject
 from causal_encoder.model import CausalEncoder, EncoderConfig
 from causal_encoder.serve import open_bundle
 
@@ -27,13 +28,13 @@ class Check:
 
     Attributes:
         name: what was checked.
-        passed: whether it holds.
+        passed: whether it holds; None if it could not be checked here.
         measured, limit: the number, and what it may be at most, where there is one.
         detail: the first failing case; empty if it holds.
     """
 
     name: str
-    passed: bool
+    passed: bool | None
     measured: float | None
     limit: float | None
     detail: str
@@ -48,22 +49,28 @@ class Report:
     checks: tuple[Check, ...]
 
     @property
+    def verdict(self) -> str:
+        """One of proven, refuted, unchecked: what was checked holds, but not all could be."""
+        outcomes = {check.passed for check in self.checks}
+        return "refuted" if False in outcomes else "unchecked" if None in outcomes else "proven"
+
+    @property
     def proven(self) -> bool:
         """Whether every check holds."""
-        return all(check.passed for check in self.checks)
+        return self.verdict == "proven"
 
     @property
     def first_failure(self) -> str:
         """Name and detail of the first check that does not hold; empty if all do."""
         for check in self.checks:
-            if not check.passed:
+            if check.passed is False:
                 return f"{check.name} is refuted: {check.detail}"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the README documents them."""
         return {
-            "verdict": "proven" if self.proven else "refuted",
+            "verdict": self.verdict,
             "format": self.format,
             "device": self.device,
             "checks": [dataclasses.asdict(check) for check in self.checks],
@@ -122,7 +129,7 @@ def verify_prepared(
     progress: Progress | None,
 ) -> Report:
     """As `verify`, for a prepared model that has the bundle's config."""
-    total = len(CHECKS) + count_ticks(model.config.max_len)
+    total = len(FILE_CHECKS) + len(RUN_CHECKS) + count_ticks(model.config.max_len)
     steps = itertools.count()
 
     def tick(step: str) -> None:
@@ -133,10 +140,16 @@ def verify_prepared(
         subject = open_subject(opened, model, device, tick)
     rows = []
     with torch.no_grad():
-        for name, check in CHECKS.items():
+        for name, check in FILE_CHECKS.items():
             tick(name)
             rows.append(_row(name, _find(check, subject)))
-    tick("done")
+        for name, check in RUN_CHECKS.items():
+            tick(name)
+            rows.append(
+                _unchecked(name) if subject.device == "none" else _row(name, _find(check, subject))
+            )
+    if progress is not None:
+        progress("done", total, total)
     return Report(format=opened.manifest.format, device=subject.device, checks=tuple(rows))
 
 
@@ -146,6 +159,11 @@ def _find(check: Callable[[Subject], Finding], subject: Subject) -> Finding:
     except Exception as error:  # noqa: BLE001  # whatever an artifact raises on valid input refutes it
         reason = str(error).splitlines()[0] if str(error) else ""
         return Finding(detail=f"{type(error).__name__}: {reason}")
+
+
+def _unchecked(name: str) -> Check:
+    reason = "needs CUDA, which is not here"
+    return Check(name=name, passed=None, measured=None, limit=None, detail=reason)
 
 
 def _row(name: str, finding: Finding) -> Check:

@@ -11,8 +11,15 @@ It computes what model/encoder.py computes, from the same weights, with three di
   of zeros that ends in NaN. NaN stays in the residual stream at that position and, through
   attention, in all later ones.
 - Matrices are stored transposed, ready for `MatMul`.
+
+In fp16 and bf16 every weight is rounded once, and the position table once from float64.
+Softmax and norms still accumulate in float32, which the operators take from their
+attributes `softmax_precision` and `stash_type`, and the output is cast to float32.
 """
 
+import copy
+
+import onnx
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,15 +36,17 @@ class OnnxEncoder(nn.Module):
     Args:
         model: a prepared copy, see export/prepare.py.
         opset: version of the ai.onnx operator set that will be written.
+        dtype: type of the weights, and of everything between ids and output.
     """
 
-    def __init__(self, model: CausalEncoder, opset: int) -> None:
+    def __init__(self, model: CausalEncoder, opset: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.vocab_size = model.config.vocab_size
         self.token_embedding = _frozen(_with_nan_row(model.token_embedding.weight))
-        self.position_table = _frozen(_with_nan_row(_position_table(model)))
+        self.position_table = _frozen(_with_nan_row(_position_table(model, dtype)))
         self.blocks = nn.ModuleList(OnnxBlock(block, opset) for block in model.blocks)
-        self.final_norm = model.final_norm
+        self.final_norm = copy.deepcopy(model.final_norm)
+        self.to(dtype)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, D)."""
@@ -46,7 +55,7 @@ class OnnxEncoder(nn.Module):
         x = x + self.position_table[: input_ids.size(1)]
         for block in self.blocks:
             x = block(x)
-        return self.final_norm(x)
+        return self.final_norm(x).to(torch.float32)
 
 
 class OnnxBlock(nn.Module):
@@ -56,12 +65,12 @@ class OnnxBlock(nn.Module):
         super().__init__()
         assert isinstance(block, Block)
         self.pre_norm = block.pre_norm
-        self.attention_norm = block.attention_norm
+        self.attention_norm = copy.deepcopy(block.attention_norm)
         self.num_heads = block.attention.num_heads
         self.attention_operator = opset >= ATTENTION_OPSET
         self.qkv = OnnxLinear(block.attention.qkv)
         self.out = OnnxLinear(block.attention.out)
-        self.feed_forward_norm = block.feed_forward_norm
+        self.feed_forward_norm = copy.deepcopy(block.feed_forward_norm)
         self.activation = block.feed_forward.activation
         self.up = OnnxLinear(block.feed_forward.up)
         self.down = OnnxLinear(block.feed_forward.down)
@@ -85,6 +94,7 @@ class OnnxBlock(nn.Module):
                 is_causal=True,
                 q_num_heads=self.num_heads,
                 kv_num_heads=self.num_heads,
+                softmax_precision=onnx.TensorProto.FLOAT,
             )
         else:
             y_BTD = multi_head_attention(q_BTD, k_BTD, v_BTD, self.num_heads, True)
@@ -101,7 +111,7 @@ class OnnxLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight = _frozen(linear.weight.T.contiguous())
-        self.bias = linear.bias
+        self.bias = None if linear.bias is None else _frozen(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -109,17 +119,16 @@ class OnnxLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def _position_table(model: CausalEncoder) -> Tensor:
+def _position_table(model: CausalEncoder, dtype: torch.dtype) -> Tensor:
     """(L, D), or (L, 1) zeros without positions: all schemes become one addition."""
     config = model.config
-    if config.position == "none":
-        return torch.zeros(config.max_len, 1)
-    table = torch.zeros(config.max_len, config.d_model, dtype=torch.float64)
+    width = 1 if config.position == "none" else config.d_model
+    table = torch.zeros(config.max_len, width, dtype=torch.float64)
     if config.has_sinusoidal:
         table += sinusoidal_table(config.max_len, config.d_model, torch.float64)
     if model.positions.learned is not None:
         table += model.positions.learned
-    return table.to(torch.float32)
+    return table.to(dtype)
 
 
 def _with_nan_row(table: Tensor) -> Tensor:

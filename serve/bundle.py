@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ MANIFEST_FILE = "manifest.json"
 SCHEMA_VERSION = 1
 FORMATS = ("onnx", "torchscript", "program")
 MODEL_FILES = {"onnx": "model.onnx", "torchscript": "model.pt", "program": "model.pt2"}
-PRECISIONS = ("fp32",)
+PRECISIONS = ("fp32", "fp16", "bf16")
 _MANIFEST_LIMIT_BYTES = 4 * 2**20  # ours are about 10 KiB
 _CHUNK_BYTES = 2**20
 _REPORT_ROW = {"name", "passed", "measured", "limit", "detail"}
@@ -51,7 +52,7 @@ class Manifest:
     Attributes:
         format: "onnx", "torchscript" or "program".
         config: the EncoderConfig fields, with max_len as exported.
-        precision: type of the weights, "fp32".
+        precision: type of the weights and of the arithmetic, "fp32", "fp16" or "bf16".
         inputs, outputs: names, dtypes and axes.
         operators: number of operators of each type in the model file.
         opset, ir_version, min_onnxruntime: for onnx: versions of the file, and the oldest
@@ -145,6 +146,25 @@ def open_bundle(path: str | os.PathLike[str]) -> Iterator[Bundle]:
         yield Bundle(folder=folder, manifest=manifest)
 
 
+def check_runtime(bundle: Bundle, installed: str) -> None:
+    """Refuse a bundle that was never tested with a runtime as old as this one.
+
+    Args:
+        bundle: an opened bundle.
+        installed: version of the ONNX Runtime in use.
+
+    Raises:
+        BundleError: names both versions and how to upgrade.
+    """
+    needed = bundle.manifest.min_onnxruntime
+    if needed is not None and _release(installed) < _release(needed):
+        raise BundleError(
+            f"{bundle.folder} needs ONNX Runtime {needed} or later, {installed} is installed; "
+            f"pip install --upgrade 'onnxruntime-gpu>={needed}' (onnxruntime, where that is "
+            "installed)"
+        )
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Parse and check manifest.json.
 
@@ -187,6 +207,11 @@ def sha256_of(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(1, 31, 1) of "1.31.1" and of "1.31.1.dev20261101": by number, not by letter."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import onnxruntime
@@ -23,14 +23,17 @@ from causal_encoder.errors import DeviceError
 DEVICES = ("auto", "cpu", "cuda")
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
-# The driver, then what libonnxruntime_providers_cuda.so of the CUDA 13 builds links to.
-_CUDA_LIBRARIES = (
-    "libcuda.so.1",
-    "libcudart.so.13",
-    "libcublasLt.so.13",
-    "libcublas.so.13",
-    "libcurand.so.10",
-)
+# TF32 would round fp32 products to 10 bits of mantissa, and ONNX Runtime's default is on.
+CUDA_OPTIONS = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+# What libonnxruntime_providers_cuda.so of the CUDA 13 builds links to: the driver, and these
+# libraries with the pip requirement that brings each.
+CUDA_DRIVER = "libcuda.so.1"
+CUDA_LIBRARIES = {
+    "libcudart.so.13": "nvidia-cuda-runtime~=13.0",
+    "libcublasLt.so.13": "nvidia-cublas~=13.0",
+    "libcublas.so.13": "nvidia-cublas~=13.0",
+    "libcurand.so.10": "nvidia-curand~=10.0",
+}
 
 # Two threads redirecting at once would leave the redirection of the first in place.
 _redirecting = threading.Lock()
@@ -66,25 +69,36 @@ def cuda_problem() -> str | None:
         )
     if sys.platform != "linux":
         return None  # other names there; placement is proven after loading all the same
-    driver, *libraries = _CUDA_LIBRARIES
-    if not _loads(driver):
-        return f"{driver} not found; install the NVIDIA driver (in a container: run with GPUs)"
-    # Finds the libraries of the nvidia-* wheels; prints its misses, which we name ourselves.
+    if not _loads(CUDA_DRIVER):
+        return f"{CUDA_DRIVER} not found; install the NVIDIA driver (in a container: run with GPUs)"
+    if missing := missing_libraries(CUDA_LIBRARIES):
+        return f"{missing[0]} not found; pip install 'onnxruntime-gpu[cuda,cudnn]'"
+    return None
+
+
+def missing_libraries(names: Iterable[str]) -> list[str]:
+    """Those of some CUDA libraries that are neither in a wheel nor known to the loader."""
+    # Loads the libraries of the nvidia-* wheels; prints its misses, which we name ourselves.
     with (
         _redirecting,
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):
         onnxruntime.preload_dlls()
-    for library in libraries:
-        if not _loads(library):
-            return f"{library} not found; pip install 'onnxruntime-gpu[cuda,cudnn]'"
-    return None
+    return [name for name in names if not _loads(name)]
+
+
+def _loads(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
 
 
 def open_on(
     device: str,
-    model_path: str,
+    model: str | bytes,
     options: onnxruntime.SessionOptions,
     cuda_options: Mapping[str, Any],
 ) -> tuple[onnxruntime.InferenceSession, Placement]:
@@ -92,7 +106,7 @@ def open_on(
 
     Args:
         device: "cpu", "cuda", or "auto", which takes CUDA where it truly works.
-        model_path: the .onnx file.
+        model: the .onnx file, or its content.
         options: session options; recording of node placement is switched on in them.
         cuda_options: options of the CUDA provider.
 
@@ -102,29 +116,29 @@ def open_on(
     """
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if device == "cpu":
-        return _open_on_cpu(device, "", model_path, options)
+        return _open_on_cpu(device, "", model, options)
     try:
-        return _open_on_cuda(device, model_path, options, cuda_options)
+        return _open_on_cuda(device, model, options, cuda_options)
     except DeviceError as error:
         if device == "cuda":
             raise
         if CUDA_PROVIDER in onnxruntime.get_available_providers():
             _logger.warning("running on CPU: %s", error)
-        return _open_on_cpu(device, str(error), model_path, options)
+        return _open_on_cpu(device, str(error), model, options)
 
 
 def _open_on_cpu(
-    requested: str, reason: str, model_path: str, options: onnxruntime.SessionOptions
+    requested: str, reason: str, model: str | bytes, options: onnxruntime.SessionOptions
 ) -> tuple[onnxruntime.InferenceSession, Placement]:
     session = onnxruntime.InferenceSession(
-        model_path, options, providers=[CPU_PROVIDER], enable_fallback=0
+        model, options, providers=[CPU_PROVIDER], enable_fallback=0
     )
     return session, _placement(session, requested, "cpu", reason)
 
 
 def _open_on_cuda(
     requested: str,
-    model_path: str,
+    model: str | bytes,
     options: onnxruntime.SessionOptions,
     cuda_options: Mapping[str, Any],
 ) -> tuple[onnxruntime.InferenceSession, Placement]:
@@ -132,7 +146,7 @@ def _open_on_cuda(
         raise DeviceError(f"CUDA cannot be used: {problem}")
     try:
         session = onnxruntime.InferenceSession(
-            model_path,
+            model,
             options,
             providers=[(CUDA_PROVIDER, dict(cuda_options))],
             enable_fallback=0,
@@ -143,7 +157,7 @@ def _open_on_cuda(
     if placement.off_device:
         raise DeviceError(
             f"{len(placement.off_device)} nodes are not on CUDA but on another provider: "
-            f"{', '.join(placement.off_device[:5])}; export the model again with this version"
+            f"{', '.join(placement.off_device[:5])}; export the model again, with the default opset"
         )
     return session, placement
 
@@ -171,11 +185,3 @@ def _placement(
 def first_line(error: Exception) -> str:
     """ONNX Runtime's reason without the source position and the lines after it."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True

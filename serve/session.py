@@ -16,10 +16,10 @@ from causal_encoder.errors import (
     NonFiniteOutputError,
 )
 from causal_encoder.serve.batching import plan_batches
-from causal_encoder.serve.bundle import Manifest, open_bundle
+from causal_encoder.serve.bundle import Manifest, check_runtime, open_bundle
 from causal_encoder.serve.cpu import available_cpus
 from causal_encoder.serve.inputs import OVERFLOWS, Ids, check_batch, check_ragged
-from causal_encoder.serve.placement import DEVICES, Placement, first_line, open_on
+from causal_encoder.serve.placement import CUDA_OPTIONS, DEVICES, Placement, first_line, open_on
 
 Hidden = npt.NDArray[np.float32]
 
@@ -63,8 +63,7 @@ class EncoderSession:
         options.intra_op_num_threads = int(threads or available_cpus())
         options.inter_op_num_threads = 1
         options.log_severity_level = _ORT_LOG_FATAL
-        # TF32 would round fp32 products to 10 bits of mantissa; ONNX Runtime's default is on.
-        cuda_options = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+        cuda_options = dict(CUDA_OPTIONS)
         if gpu_memory_limit_bytes is not None:
             cuda_options["gpu_mem_limit"] = str(gpu_memory_limit_bytes)
         with open_bundle(bundle) as opened:
@@ -73,6 +72,14 @@ class EncoderSession:
                     f"{bundle} holds a {opened.manifest.format} model, a session runs onnx; "
                     "export the checkpoint with 'causal-encoder export onnx'"
                 )
+            check_runtime(opened, onnxruntime.__version__)
+            if opened.manifest.precision == "bf16":
+                if device == "cpu":
+                    raise DeviceError(
+                        "a bf16 bundle runs on CUDA alone, ONNX Runtime has no bf16 kernels for "
+                        "CPU; pass device='cuda', or export fp32 or fp16"
+                    )
+                device = "cuda"
             try:
                 self._session, self._placement = open_on(
                     device, str(opened.model_path), options, cuda_options

@@ -1,7 +1,7 @@
 """The command line: each command parses, calls the library, and prints.
 
-Everything heavy is imported inside the commands, so that --help is instant and `run` and
-`inspect` work on an install without torch and onnx.
+Everything heavy is imported inside the commands, so that --help is instant and `run`,
+`inspect` and `doctor` work on an install without torch and onnx.
 """
 
 import warnings
@@ -129,6 +129,13 @@ def _export_options(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="ai.onnx operator set; from 23 on attention is one operator.",
 )
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "fp16", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="Type of the weights; bf16 runs on CUDA alone.",
+)
 def export_onnx_command(checkpoint: Path, bundle: Path, **options: Any) -> None:
     """Export to ONNX, for ONNX Runtime and every runtime that reads it.
 
@@ -177,12 +184,9 @@ def _export(
     with progress_bar() as progress:
         manifest = exporter(load_checkpoint(checkpoint), bundle, progress=progress, **options)
     size_bytes = sum(file.size_bytes for file in manifest.files.values())
-    assert manifest.parity is not None
-    parity = next(row for row in manifest.parity["checks"] if row["name"] == "parity")
     click.echo(
-        f"{bundle}: {manifest.format}, {size_bytes / 2**20:.1f} MiB, max_len {manifest.max_len}; "
-        f"{len(manifest.parity['checks'])} checks proven, "
-        f"largest error {parity['measured']:.2g} of {parity['limit']:.2g} allowed"
+        f"{bundle}: {manifest.format} {manifest.precision}, {size_bytes / 2**20:.1f} MiB, "
+        f"max_len {manifest.max_len}; {render.summary(manifest)}"
     )
 
 
@@ -194,7 +198,7 @@ def _export(
 def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -> None:
     """Check BUNDLE against the CHECKPOINT it came from; changes nothing.
 
-    Exit code 0: proven. 1: refuted. 3: the device asked for is not here.
+    Exit code 0: proven. 1: refuted. 3: could not be checked here, for want of CUDA.
 
     \b
     Example:
@@ -213,9 +217,12 @@ def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -
     render.print_report(report, Console(stderr=json_path == "-"))
     if json_path is not None:
         write_json(json_path, report.to_dict())
-    if not report.proven:
+    if report.verdict == "refuted":
         click.echo(f"Error: {report.first_failure}", err=True)
         raise click.exceptions.Exit(EXIT_REFUSED)
+    if report.verdict == "unchecked":
+        click.echo("Error: not all could be checked here, see the table", err=True)
+        raise click.exceptions.Exit(EXIT_CANNOT_CHECK)
 
 
 @main.command()
@@ -373,6 +380,32 @@ def inspect(bundle: Path, as_json: bool) -> None:
         click.echo(manifest.to_json(), nl=False)
         return
     render.print_manifest(str(bundle), manifest, Console())
+
+
+@main.command()
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def doctor(bundle: Path | None, as_json: bool) -> None:
+    """Examine this installation, and whether it can run BUNDLE: a line a finding, with its fix.
+
+    Exit code 1: something is broken. CUDA that does not work counts as broken only where it
+    is expected: where ONNX Runtime is compiled with it and something shows a GPU, which is a
+    file of the NVIDIA driver, its library, or NVIDIA_VISIBLE_DEVICES.
+
+    \b
+    Example:
+      causal-encoder doctor bundle/
+    """
+    from causal_encoder.doctor import diagnose, healthy, to_dict
+    from causal_encoder.doctor_facts import gather
+
+    findings = diagnose(gather(bundle))
+    if as_json:
+        write_json("-", to_dict(findings))
+    else:
+        render.print_findings(findings, Console())
+    if not healthy(findings):
+        raise click.exceptions.Exit(EXIT_REFUSED)
 
 
 @main.group()

@@ -1,29 +1,59 @@
-"""What a person reads on the terminal: reports and manifests as tables."""
+"""What a person reads on the terminal: reports and manifests as tables, findings as lines."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
+    from causal_encoder.doctor import Finding
     from causal_encoder.export import Report
     from causal_encoder.serve import Manifest
 
 
+_RESULTS = {True: "[green]proven[/]", False: "[red]refuted[/]", None: "[yellow]unchecked[/]"}
+
+
+def summary(manifest: "Manifest") -> str:
+    """What the verification at export found, in a line."""
+    assert manifest.parity is not None
+    checks = {check["name"]: check for check in manifest.parity["checks"]}
+    open_checks = sum(check["passed"] is None for check in checks.values())
+    text = f"{len(checks) - open_checks} checks proven"
+    if open_checks:
+        return f"{text}, {open_checks} not made, because they need CUDA: verify it where CUDA is"
+    parity = checks["parity"]
+    return f"{text}, largest error {parity['measured']:.2g} of {parity['limit']:.2g} allowed"
+
+
+_LEVEL_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
+
+
 def print_report(report: "Report", console: Console) -> None:
     """One row a check, then the first failing case of each that does not hold."""
-    table = Table(title=f"{report.format} on {report.device}")
+    where = "not run here" if report.device == "none" else f"on {report.device}"
+    table = Table(title=f"{report.format} {where}")
     for heading in ("check", "result", "measured", "limit"):
         table.add_column(heading, justify="right" if heading in ("measured", "limit") else "left")
     for check in report.checks:
-        result = "[green]proven[/]" if check.passed else "[red]refuted[/]"
+        result = _RESULTS[check.passed]
         numbers = ("" if n is None else f"{n:.3g}" for n in (check.measured, check.limit))
         table.add_row(check.name, result, *numbers)
     console.print(table)
     for check in report.checks:
-        if not check.passed:
+        if check.passed is False:
             console.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
+
+
+def print_findings(findings: "Sequence[Finding]", console: Console) -> None:
+    """One line a finding: its level, what was found, why it matters, and the fix."""
+    for finding in findings:
+        level = Text(f"{finding.level:<9}", _LEVEL_STYLES[finding.level])
+        fix = f"; fix: {finding.fix}" * bool(finding.fix)
+        # No markup and no wrapping: the fixes hold brackets, and are there to be copied.
+        console.print(level + f"{finding.what} ({finding.why}){fix}", soft_wrap=True)
 
 
 def print_manifest(name: str, manifest: "Manifest", console: Console) -> None:
@@ -53,7 +83,7 @@ def _manifest_rows(manifest: "Manifest") -> Iterator[tuple[str, str]]:
     yield "made with", ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
     if manifest.parity is not None:
         checks = manifest.parity["checks"]
-        yield "verified", f"{manifest.parity['verdict']} on export, {len(checks)} checks"
+        yield "verified", f"on export: {summary(manifest)}"
         for check in checks:
             if check["measured"] is not None:
                 yield (

@@ -18,7 +18,7 @@ import torch
 import causal_encoder.export.publish as publish_module
 from causal_encoder.errors import ExportError
 from causal_encoder.export import export_torchscript, verify
-from causal_encoder.export.checks import CHECKS, Finding
+from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS, Finding
 from causal_encoder.serve import open_bundle
 from tests.bundles import small_model
 
@@ -38,7 +38,7 @@ def test_the_manifest_holds_the_report_made_before_publishing(tmp_path: Path) ->
     manifest = export_torchscript(OLD, tmp_path / "bundle")
     assert manifest.parity is not None
     assert manifest.parity["verdict"] == "proven"
-    assert [row["name"] for row in manifest.parity["checks"]] == list(CHECKS)
+    assert [row["name"] for row in manifest.parity["checks"]] == [*FILE_CHECKS, *RUN_CHECKS]
     assert manifest.tools["torch"] == torch.__version__
     with open_bundle(tmp_path / "bundle") as opened:
         assert opened.manifest == manifest
@@ -123,7 +123,7 @@ def test_a_link_to_a_bundle_stays_a_link(tmp_path: Path) -> None:
 
 def test_a_refuted_export_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export_torchscript(OLD, tmp_path / "bundle")
-    monkeypatch.setitem(CHECKS, "parity", lambda _: Finding(detail="off by one"))
+    monkeypatch.setitem(RUN_CHECKS, "parity", lambda _: Finding(detail="off by one"))
     with pytest.raises(ExportError, match="not published, because parity is refuted: off by one"):
         export_torchscript(NEW, tmp_path / "bundle", force=True)
     assert position_of(tmp_path / "bundle") == "learned"

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,19 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
-from causal_encoder.errors import BundleError, DeviceError
+from causal_encoder.errors import BundleError, DeviceError, ExportError
 from causal_encoder.export import Report, export_onnx, export_torchscript, verify
-from causal_encoder.export.checks import CHECKS, Subject, grid_lengths, open_subject
+from causal_encoder.export.artifact import Run
+from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS
 from causal_encoder.export.prepare import prepare
-from causal_encoder.model import CausalEncoder
+from causal_encoder.export.subject import Subject, grid_lengths, open_subject
+from causal_encoder.model import CausalEncoder, fingerprint
+from causal_encoder.model.encoder import Block
 from causal_encoder.serve import open_bundle
 from tests.bundles import EXPORTERS, small_model, tampered
 from tests.export.conftest import Exported
 
+CHECKS = FILE_CHECKS | RUN_CHECKS
 Array = npt.NDArray[Any]
 Edit = Callable[[onnx.ModelProto], None]
 
@@ -129,7 +134,7 @@ SABOTEURS: dict[str, tuple[Edit, str]] = {
         "parity",
     ),
     "swapped q and k weights": (change_tensor("0.qkv.weight", swap_queries_and_keys), "parity"),
-    "kept dropout": (keep_dropout, "deterministic"),
+    "kept dropout": (keep_dropout, "no random operators"),
     "a wrong eps": (
         change_nodes("LayerNormalization", set_attribute("epsilon", 1e-4)),
         "parity",
@@ -232,24 +237,81 @@ def claims(**changes: Any) -> Callable[[Subject], Subject]:
     return sabotage
 
 
+def has_operators(**more: int) -> Callable[[Subject], Subject]:
+    """As the manifest says too, so that the facts agree."""
+
+    def sabotage(subject: Subject) -> Subject:
+        operators = Counter(subject.facts.operators)
+        operators.update(more)
+        return dataclasses.replace(
+            subject,
+            facts=dataclasses.replace(subject.facts, operators=operators),
+            manifest=dataclasses.replace(subject.manifest, operators=dict(operators)),
+        )
+
+    return sabotage
+
+
+def overflows(subject: Subject) -> Subject:
+    """Weights that overflow in float32, in the artifact and in eager alike."""
+    model = overflowing_model()
+    manifest = dataclasses.replace(subject.manifest, checkpoint_sha256=fingerprint(model))
+
+    def run(ids: Array) -> Array:
+        subject.run(ids)  # refuses what it must
+        return model(torch.from_numpy(ids)).numpy()
+
+    return dataclasses.replace(
+        subject, model=model, run=run, reopen=lambda *_: run, manifest=manifest
+    )
+
+
+def overflowing_model() -> CausalEncoder:
+    model = small_model(position="sinusoidal", activation="relu")
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    block.feed_forward.up.bias.data.fill_(1e30)
+    block.feed_forward.down.weight.data.fill_(1e30)
+    return model
+
+
+def wrong_when_optimised_less(subject: Subject) -> Subject:
+    def reopen(level: str, threads: int) -> Run:
+        error = 1e-3 * (level == "basic")
+        return lambda ids: np.asarray(subject.reopen(level, threads)(ids) + error, np.float32)
+
+    return dataclasses.replace(subject, reopen=reopen)
+
+
 def other_source(subject: Subject) -> Subject:
     manifest = dataclasses.replace(subject.manifest, checkpoint_sha256="0" * 64)
     return dataclasses.replace(subject, manifest=manifest)
 
 
 def slightly_off(subject: Subject) -> Subject:
-    def run(ids: Array) -> Array:
-        return np.asarray(subject.run(ids) * 1.001, np.float32)
+    """Wrong in the same way everywhere."""
 
-    return dataclasses.replace(subject, run=run)
+    def scaled(run: Run) -> Run:
+        return lambda ids: np.asarray(run(ids) * 1.001, np.float32)
+
+    return dataclasses.replace(
+        subject,
+        run=scaled(subject.run),
+        reopen=lambda level, threads: scaled(subject.reopen(level, threads)),
+    )
 
 
 ONLY_CAUGHT_BY: dict[str, Callable[[Subject], Subject]] = {
     "source": other_source,
     "facts": claims(metadata={}),
     "axes": claims(output_axes=("batch", "s77", 12)),
-    "deterministic": differs_from_run_to_run,
+    "no random operators": has_operators(Dropout=1),
+    "attention": has_operators(Attention=-1),
+    "stored once": lambda subject: dataclasses.replace(subject, model_bytes=200_000),
     "parity": slightly_off,
+    "finite": overflows,
+    "repeatable": differs_from_run_to_run,
+    "settings": wrong_when_optimised_less,
     "causality": looks_ahead,
     "batch invariance": depends_on_batch_size,
     "padding invariance": depends_on_padding,
@@ -267,6 +329,13 @@ def test_each_check_catches_what_no_other_does(
     with open_bundle(bundle) as opened, torch.no_grad():
         subject = ONLY_CAUGHT_BY[name](open_subject(opened, prepare(model), "cpu"))
         assert [found for found, check in CHECKS.items() if check(subject).detail] == [name]
+
+
+@pytest.mark.parametrize("kind", EXPORTERS)
+def test_weights_that_overflow_are_not_exported(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="finite is refuted: NaN or infinity at batch 1"):
+        EXPORTERS[kind](overflowing_model(), tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.parametrize("kind", EXPORTERS)
@@ -320,8 +389,9 @@ def test_progress_counts_every_check_up_to_the_end(
     model, bundle = exported("onnx", "learned")
     seen: list[tuple[str, int, int]] = []
     verify(bundle, model, device="cpu", progress=lambda *step: seen.append(step))
-    total = seen[0][2]
-    assert [(done, of) for _, done, of in seen] == [(done, total) for done in range(total + 1)]
+    done = [number for _, number, _ in seen]
+    assert done == sorted(set(done))
+    assert seen[-1] == ("done", seen[-1][2], seen[-1][2])
     assert {step for step, _, _ in seen} >= set(CHECKS)
 
 
