@@ -5,6 +5,7 @@ The table of what is checked is in causal_encoder.export.checks.
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,7 @@ class Check:
     Attributes:
         name: what was checked.
         passed: whether it holds; None if it could not be checked here.
-        measured, limit: the number, and what it may be at most, where there is one.
+        measured, limit: the number, and what it may be at most, where there is a finite one.
         detail: the first failing case; empty if it holds.
     """
 
@@ -170,7 +171,7 @@ def _row(name: str, finding: Finding) -> Check:
     return Check(
         name=name,
         passed=not finding.detail,
-        measured=finding.measured,
-        limit=finding.limit,
+        measured=finding.measured if math.isfinite(finding.measured or 0.0) else None,
+        limit=finding.limit if math.isfinite(finding.limit or 0.0) else None,
         detail=finding.detail,
     )

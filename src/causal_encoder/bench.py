@@ -33,6 +33,7 @@ from causal_encoder.serve.inputs import check_batch
 from causal_encoder.serve.placement import DEVICES
 
 CONTESTANTS = ("eager", "torchscript", "compile")
+USUAL_SEQ_LENS = (16, 64, 256, 1024)
 ROUNDS = 5
 TURN_S = 0.35
 MIN_RUNS = 3  # of a turn, however long a run takes
@@ -210,7 +211,7 @@ def run_benchmark(
             contestants.append(stack.enter_context(entered(name, rival)))
         loaded += [contestant.answer("loading") for contestant in contestants[1:]]
         for done, shape in zip(range(0, total, ROUNDS + 1), shapes, strict=True):
-            measured = _measure(contestants, _ids(manifest, shape), done, total, report)
+            measured = measure(contestants, example_ids(manifest, shape), done, total, report)
             rows += _compared(measured)
     report("done", total, total)
     return Benchmark(
@@ -227,6 +228,13 @@ def run_benchmark(
         machine=this_machine(loaded[0]["device"]),
         rows=tuple(rows),
     )
+
+
+def usual_seq_lens(bundle: str | os.PathLike[str]) -> tuple[int, ...]:
+    """The lengths to measure if none are asked for: some powers of two up to max_len."""
+    with open_bundle(bundle) as opened:
+        max_len = opened.manifest.max_len
+    return tuple(n for n in USUAL_SEQ_LENS if n <= max_len) or (max_len,)
 
 
 def _shapes(
@@ -260,12 +268,13 @@ def _need_torch() -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
 
-def _ids(manifest: Manifest, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
+def example_ids(manifest: Manifest, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """Random ids that the bundle takes, the same at each call."""
     ids = np.random.default_rng(0).integers(0, manifest.vocab_size, shape, np.int64)
     return check_batch(ids, manifest, "error")
 
 
-def _measure(
+def measure(
     contestants: Sequence[Contestant],
     ids: npt.NDArray[np.int64],
     done: int,

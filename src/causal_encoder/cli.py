@@ -15,7 +15,7 @@ from rich.console import Console
 from causal_encoder import __version__, render
 from causal_encoder.errors import CheckpointError, ConfigError, DeviceError
 from causal_encoder.files import write_whole
-from causal_encoder.terminal import Commands, progress_bar, write_json
+from causal_encoder.terminal import Commands, positive_list, progress_bar, write_json
 
 if TYPE_CHECKING:
     from causal_encoder.serve import Manifest
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 EXIT_REFUSED = 1
 EXIT_CANNOT_CHECK = 3
 
-_DEFAULT_SEQ_LENS = (16, 64, 256, 1024)
 
 _device = click.option(
     "--device",
@@ -313,7 +312,6 @@ def bench(
       causal-encoder bench bundle/ --checkpoint ckpt/ --against eager,torchscript
     """
     from causal_encoder import bench
-    from causal_encoder.serve import open_bundle
 
     contestants = tuple(name.strip() for name in against.split(",") if name.strip())
     for name in contestants:
@@ -322,17 +320,12 @@ def bench(
             raise click.BadParameter(f"{name!r} is not one of {known}", param_hint="--against")
     if contestants and checkpoint is None:
         raise click.UsageError("--against needs --checkpoint")
-    if seq_len is None:
-        with open_bundle(bundle) as opened:
-            limit = opened.manifest.max_len
-        seq_lens = tuple(n for n in _DEFAULT_SEQ_LENS if n <= limit) or (limit,)
-    else:
-        seq_lens = _positive_list(seq_len, "--seq-len")
+    seq_lens = positive_list(seq_len, "--seq-len") if seq_len else bench.usual_seq_lens(bundle)
     with progress_bar() as progress:
         result = bench.run_benchmark(
             bundle,
             checkpoint,
-            batch_sizes=_positive_list(batch_size, "--batch-size"),
+            batch_sizes=positive_list(batch_size, "--batch-size"),
             seq_lens=seq_lens,
             against=contestants,
             device=device,
@@ -348,18 +341,6 @@ def bench(
         from causal_encoder.plots import plot_latency
 
         plot_latency(result, Path(plot_path))
-
-
-def _positive_list(text: str, option: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise click.BadParameter(
-            f"{text!r} is not a comma-separated list of whole numbers from 1 on", param_hint=option
-        )
-    return tuple(dict.fromkeys(numbers))
 
 
 @main.command()
@@ -405,6 +386,39 @@ def doctor(bundle: Path | None, as_json: bool) -> None:
     else:
         render.print_findings(findings, Console())
     if not healthy(findings):
+        raise click.exceptions.Exit(EXIT_REFUSED)
+
+
+@main.command()
+@click.argument("bundle_a", type=click.Path(path_type=Path))
+@click.argument("bundle_b", type=click.Path(path_type=Path))
+@_device
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
+def diff(bundle_a: Path, bundle_b: Path, device: str, as_json: bool) -> None:
+    """Compare two bundles, before one replaces the other.
+
+    Outputs over the grid of verify, latency, size, operators, versions and placement, under
+    the runtime that is installed here. Exit code 1 if the outputs are further apart than the
+    budgets of both allow.
+
+    \b
+    Example:
+      causal-encoder diff bundle/ bundle-new/
+    """
+    from causal_encoder.diff import compare
+
+    with progress_bar() as progress:
+        difference = compare(bundle_a, bundle_b, device=device, progress=progress)
+    if as_json:
+        write_json("-", difference.to_dict())
+    else:
+        render.print_difference(difference, Console())
+    if not difference.parity.passed:
+        click.echo(
+            f"Error: outputs differ by {difference.parity.largest:.3g}, over "
+            f"{difference.parity.limit:.3g}; verify both against their checkpoints",
+            err=True,
+        )
         raise click.exceptions.Exit(EXIT_REFUSED)
 
 

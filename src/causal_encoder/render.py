@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from causal_encoder.diff import Difference
     from causal_encoder.doctor import Finding
     from causal_encoder.export import Report
     from causal_encoder.serve import Manifest
@@ -90,3 +91,23 @@ def _manifest_rows(manifest: "Manifest") -> Iterator[tuple[str, str]]:
                     "",
                     f"{check['name']}: {check['measured']:.3g} of {check['limit']:.3g} allowed",
                 )
+
+
+def print_difference(difference: "Difference", console: Console) -> None:
+    """What differs, row by row; what is alike is left out."""
+    table = Table("", "A", "B", title="what differs")
+    for name, (a, b) in difference.facts.items():
+        if a != b:
+            table.add_row(*(Text("none" if v is None else str(v)) for v in (name, a, b)))
+    console.print(table if table.row_count else "format, versions, sizes and operators are alike")
+    table = Table("shape", "A, ms", "B, ms", "B / A", title="median milliseconds a run")
+    for row in difference.latency:
+        shape = f"{row.batch_size} x {row.seq_len}"
+        table.add_row(shape, f"{row.a_ms:.3g}", f"{row.b_ms:.3g}", f"{row.ratio:.2f}")
+    console.print(table)
+    parity = difference.parity
+    console.print(
+        f"outputs: largest {parity.measure} difference {parity.largest:.3g} of "
+        f"{parity.limit:.3g} allowed, at {parity.batch_size} x {parity.seq_len}",
+        highlight=False,
+    )

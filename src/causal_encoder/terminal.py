@@ -75,3 +75,16 @@ def write_json(path: str, value: dict[str, Any]) -> None:
         click.echo(text, nl=False)
     else:
         write_whole(path, lambda stream: stream.write(text.encode()))
+
+
+def positive_list(text: str, option: str) -> tuple[int, ...]:
+    """The numbers of an option such as 1,8; each once, in the order given."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(
+            f"{text!r} is not a comma-separated list of whole numbers from 1 on", param_hint=option
+        )
+    return tuple(dict.fromkeys(numbers))
