@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.complete
 
-.PHONY: help setup demo test lint format types check clean
+.PHONY: help setup demo test lint format types slow check clean readme
 
 help: ## List the commands
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -26,6 +26,9 @@ demo: $(SETUP) ## Train, export, verify, run and measure two small models
 test: $(SETUP) ## Run the tests
 	$(BIN)/python -m pytest
 
+slow: $(SETUP) ## Run the tests that need minutes or gigabytes
+	$(BIN)/python -m pytest -m slow
+
 lint: $(SETUP) ## Check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,7 +43,7 @@ format: $(SETUP) ## Rewrite the sources in the project's format
 types: $(SETUP) ## Check types
 	$(BIN)/mypy
 
-check: lint types test ## All of the above, as CI runs it
+check: lint types test slow ## All of the above, as CI runs it
 
 clean: ## Remove what the other commands made
 	rm -rf $(VENV) build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ and .pt2 files are code: open them only from a bundle whose hashes were checked.
 """
 
 import dataclasses
+import hashlib
 import json
 import warnings
 from collections import Counter
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 import torch
+from onnx import numpy_helper
 from torch.export import ExportedProgram
 
 from causal_encoder.export.prepare import INPUT, METADATA_EXTRA, OUTPUT_NAME
@@ -60,6 +62,36 @@ def read_facts(path: Path, format: str) -> Facts:  # noqa: A002  # the word of t
     return {"onnx": _onnx_facts, "torchscript": _script_facts, "program": _program_facts}[format](
         path
     )
+
+
+def read_weights(path: Path, format: str) -> Mapping[str, str]:  # noqa: A002
+    """Digest of each tensor that is stored in a model file, by name."""
+    if format == "onnx":
+        return {
+            tensor.name: _digest(numpy_helper.to_array(tensor))
+            for tensor in onnx.load(path).graph.initializer
+        }
+    state = (
+        _load_script(path, {}).state_dict()
+        if format == "torchscript"
+        else _load_program(path, {}).state_dict
+    )
+    return digests(state)
+
+
+def digests(state: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
+    """Digest of each tensor, as `read_weights` gives it."""
+    return {name: _digest(tensor.detach().cpu()) for name, tensor in state.items()}
+
+
+def _digest(values: Any) -> str:
+    """Over shape and bits; a torch.Tensor may be of a type that NumPy does not know."""
+    flat = (
+        values.contiguous().flatten().view(torch.uint8).numpy()
+        if isinstance(values, torch.Tensor)
+        else np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    )
+    return hashlib.sha256(repr(tuple(values.shape)).encode() + flat.tobytes()).hexdigest()
 
 
 def open_bare(path: Path, format: str, device: str = "cpu") -> Run:  # noqa: A002

@@ -15,11 +15,10 @@ from causal_encoder.errors import ExportError
 from causal_encoder.export.prepare import INPUT, OUTPUT_NAME, metadata, prepare
 from causal_encoder.export.publish import publish
 from causal_encoder.export.verify import Progress
-from causal_encoder.export.wrapper import ATTENTION_OPSET, OnnxEncoder
+from causal_encoder.export.wrapper import ATTENTION_OPSET, DTYPES, OnnxEncoder
 from causal_encoder.model import CausalEncoder
 from causal_encoder.serve.bundle import Manifest
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OPSETS = range(18, 24)
 DEFAULT_OPSET = 23
 IR_VERSION = 10  # readable by every ONNX Runtime we support; onnx's own default is not
@@ -136,7 +135,8 @@ def _strip_traces(proto: onnx.ModelProto) -> None:
 
 def _save(proto: onnx.ModelProto, path: Path) -> None:
     # The folder is fresh: onnx appends to an existing data file instead of replacing it.
-    if proto.ByteSize() <= SINGLE_FILE_LIMIT_BYTES:
+    # Not proto.ByteSize(), which fails from 2 GiB on.
+    if sum(len(tensor.raw_data) for tensor in proto.graph.initializer) <= SINGLE_FILE_LIMIT_BYTES:
         onnx.save_model(proto, path)
     else:
         onnx.save_model(

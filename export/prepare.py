@@ -1,9 +1,10 @@
 """What every exporter starts from: a private copy of the model, and its metadata."""
 
+import contextlib
 import dataclasses
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 
 import onnxruntime
@@ -39,14 +40,32 @@ def prepare(model: CausalEncoder, max_len: int | None = None) -> CausalEncoder:
         ExportError: max_len cannot be changed, or a weight is not finite.
     """
     config = exported_config(model.config, max_len)
-    with torch.device("cpu"):
-        copy = CausalEncoder(config)
+    try:
+        with torch.device("cpu"):
+            copy = CausalEncoder(config)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ExportError(
+            f"a model of max_len {config.max_len} cannot be built: {reason}"
+        ) from error
     state = model.state_dict()
     for name, tensor in state.items():
         if not bool(tensor.isfinite().all()):
             raise ExportError(f"{name} holds NaN or infinity; export a checkpoint that is whole")
     copy.load_state_dict(state)
     return copy.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """What is exported and measured is fp32, whatever the caller has switched on."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def exported_config(config: EncoderConfig, max_len: int | None) -> EncoderConfig:

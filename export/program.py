@@ -59,11 +59,12 @@ def export_program(
 
 
 class _NonEmpty(nn.Module):
-    """Refuses T = 0 when the program runs.
+    """Refuses T = 0 and more than two axes when the program runs.
 
-    torch.export assumes that a dynamic size is not 0 and drops every test for it, so the
-    refusal has to be an operator: putting the first token back where it was fails where
-    there is none.
+    torch.export assumes that a dynamic size is not 0, and that ids have the axes they were
+    traced with, and drops every test for it. So the refusals have to be operators: putting
+    the first token back where it was fails where there is none, and expanding to two sizes
+    fails for three axes.
     """
 
     def __init__(self, encoder: CausalEncoder) -> None:
@@ -71,6 +72,8 @@ class _NonEmpty(nn.Module):
         self.encoder = encoder
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        batch, length = input_ids.shape
         first = input_ids.select(1, 0)
-        hidden: Tensor = self.encoder(input_ids.select_scatter(first, 1, 0))
+        flat = input_ids.select_scatter(first, 1, 0).expand(batch, length)
+        hidden: Tensor = self.encoder(flat)
         return hidden

@@ -9,15 +9,16 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from causal_encoder.errors import ExportError
+from causal_encoder.errors import CausalEncoderError, ExportError
 from causal_encoder.export.artifact import read_facts
-from causal_encoder.export.prepare import INPUT, output_of, tool_versions
+from causal_encoder.export.prepare import INPUT, exact_arithmetic, output_of, tool_versions
 from causal_encoder.export.verify import Progress, verify_prepared
 from causal_encoder.model import CausalEncoder, fingerprint
 from causal_encoder.serve.bundle import MANIFEST_FILE, MODEL_FILES, File, Manifest, sha256_of
@@ -66,7 +67,7 @@ def publish(
         restore(target)
         _check_target(target, force)
         with _staging(target) as folder:
-            write(folder / MODEL_FILES[format])
+            _written(write, folder / MODEL_FILES[format])
             manifest = _describe(folder, format, precision, model)
             _write_manifest(folder, manifest)
             device = "auto" if precision == "bf16" else "cpu"
@@ -80,6 +81,17 @@ def publish(
     except OSError as error:
         raise ExportError(f"{error.filename or target}: {error.strerror or error}") from error
     return manifest
+
+
+def _written(write: Callable[[Path], None], path: Path) -> None:
+    try:
+        with exact_arithmetic():
+            write(path)
+    except (OSError, CausalEncoderError):
+        raise
+    except Exception as error:  # the exporters of torch raise what they like
+        reason = next(iter(str(error).splitlines()), "")
+        raise ExportError(f"torch could not export: {type(error).__name__}: {reason}") from error
 
 
 def _describe(
@@ -127,8 +139,9 @@ def _is_bundle(folder: Path) -> bool:
     """A folder with a manifest, of any version and even if damaged, and no foreign file."""
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
+        ours = MODEL_FILES[manifest["format"]] in manifest["files"] and "digest" in manifest
         known = {MANIFEST_FILE, *manifest["files"]}
-        return "schema_version" in manifest and {p.name for p in folder.iterdir()} <= known
+        return ours and all(p.name in known and p.is_file() for p in folder.iterdir())
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
@@ -137,12 +150,16 @@ def _is_bundle(folder: Path) -> bool:
 def _staging(target: Path) -> Iterator[Path]:
     """A hidden folder beside the target, gone afterwards; dead ones are removed first."""
     prefix, suffix = f".{target.name}.", ".partial"
+    ours = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}" + re.escape(suffix))
     with locked(target.parent, exclusive=True):
         for entry in target.parent.iterdir():
-            if entry.name.startswith(prefix) and entry.name.endswith(suffix):
+            if ours.fullmatch(entry.name):
                 _remove_if_dead(entry)
-        if target.exists():
-            shutil.rmtree(aside(target), ignore_errors=True)
+        if os.path.lexists(aside(target)):  # a replacement was cut off after it was done
+            if not _is_bundle(aside(target)):
+                raise ExportError(f"{aside(target)} is in the way and is not a bundle; remove it")
+            if target.exists():
+                shutil.rmtree(aside(target), ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=target.parent))
         alive = os.open(folder, os.O_RDONLY) if sys.platform != "win32" else None
         if sys.platform != "win32" and alive is not None:
@@ -195,4 +212,6 @@ def _move_into_place(folder: Path, target: Path, force: bool) -> None:
         except OSError:
             os.rename(aside(target), target)
             raise
-        shutil.rmtree(aside(target), ignore_errors=True)
+        # Renamed before it is deleted, so that no half of it is ever put back.
+        os.rename(aside(target), folder)
+        shutil.rmtree(folder, ignore_errors=True)

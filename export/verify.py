@@ -10,11 +10,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from causal_encoder.errors import BundleError, ConfigError
 from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS, Finding
-from causal_encoder.export.prepare import exported_config, prepare
+from causal_encoder.export.prepare import exact_arithmetic, exported_config, prepare
 from causal_encoder.export.subject import Subject, count_ticks, open_subject
 from causal_encoder.model import CausalEncoder, EncoderConfig
 from causal_encoder.serve import open_bundle
@@ -140,7 +138,7 @@ def verify_prepared(
     with open_bundle(bundle) as opened:
         subject = open_subject(opened, model, device, tick)
     rows = []
-    with torch.no_grad():
+    with exact_arithmetic():
         for name, check in FILE_CHECKS.items():
             tick(name)
             rows.append(_row(name, _find(check, subject)))

@@ -27,6 +27,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 TORCH_WEIGHTS_FILE = "model.pt"
 _SEAL = "causal_encoder"  # metadata of the weights file: their config and hash
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WRAPPER_PREFIXES = ("module", "_orig_mod")  # DistributedDataParallel, torch.compile
 
 _logger = logging.getLogger(__name__)
@@ -144,6 +145,8 @@ def _umask() -> int:
 
 def _read_config(path: Path) -> EncoderConfig:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for without end
+            raise CheckpointError(f"{path} is not a regular file")
         fields = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
@@ -163,6 +166,9 @@ def _config_from(fields: Any, source: Path) -> EncoderConfig:
 
 def _read_weights(folder: Path, config: EncoderConfig) -> dict[str, Tensor]:
     safe, pickled = folder / WEIGHTS_FILE, folder / TORCH_WEIGHTS_FILE
+    for path in (safe, pickled):
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path} is not a regular file")
     if safe.exists() and pickled.exists():
         raise CheckpointError(
             f"{folder} has both {WEIGHTS_FILE} and {TORCH_WEIGHTS_FILE}; remove the outdated one"
@@ -257,12 +263,17 @@ def _check_fit(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], fold
             f"{folder}: weights do not fit {CONFIG_FILE}: tensors {' and '.join(parts)}"
         )
     for name, tensor in found.items():
+        if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+            raise CheckpointError(f"{folder}: {name} is sparse or empty, expected all its numbers")
         if tensor.shape != expected[name].shape:
             raise CheckpointError(
                 f"{folder}: {name} has shape {tuple(tensor.shape)}, but {CONFIG_FILE} asks "
                 f"for {tuple(expected[name].shape)}"
             )
-        if tensor.layout != torch.strided or tensor.is_meta:
-            raise CheckpointError(f"{folder}: {name} is sparse or empty, expected all its numbers")
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{folder}: {name} is {tensor.dtype}, expected floating point")
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{folder}: {name} is {tensor.dtype}, expected float16, bfloat16, float32 or "
+                "float64 (quantised weights need their scales applied first)"
+            )
+        if bool((tensor.isfinite() & ~tensor.float().isfinite()).any()):
+            raise CheckpointError(f"{folder}: {name} holds numbers beyond the float32 range")

@@ -8,6 +8,15 @@ from causal_encoder.errors import ConfigError
 from causal_encoder.model.config import EncoderConfig
 from causal_encoder.model.encoder import Block, CausalEncoder
 
+_PARTS: dict[str, type[nn.Module]] = {
+    "self_attn": nn.MultiheadAttention,
+    "self_attn.out_proj": nn.modules.linear.NonDynamicallyQuantizableLinear,
+    "linear1": nn.Linear,
+    "linear2": nn.Linear,
+    "norm1": nn.LayerNorm,
+    "norm2": nn.LayerNorm,
+}
+
 
 def from_torch_encoder(
     encoder: nn.TransformerEncoder,
@@ -52,6 +61,16 @@ def from_torch_encoder(
     return model.eval()
 
 
+def _require(part: nn.Module, kind: type[nn.Module], name: str) -> None:
+    """Exactly this type, unhooked: a subclass or a hook may compute something else."""
+    if type(part) is not kind:
+        raise ConfigError(f"{name} is {type(part).__name__}, expected torch.nn.{kind.__name__}")
+    if part._forward_hooks or part._forward_pre_hooks:
+        raise ConfigError(f"{name} has forward hooks, which have no counterpart; remove them")
+    if any(parameter.is_meta for parameter in part.parameters(recurse=False)):
+        raise ConfigError(f"{name} has no weights yet (meta device); load them first")
+
+
 def _config_of(
     encoder: nn.TransformerEncoder,
     embedding: nn.Embedding,
@@ -59,6 +78,8 @@ def _config_of(
     position_table: Tensor | None,
     max_len: int | None,
 ) -> EncoderConfig:
+    _require(encoder, nn.TransformerEncoder, "encoder")
+    _require(embedding, nn.Embedding, "embedding")
     if embedding.max_norm is not None:
         raise ConfigError(
             f"the embedding has max_norm {embedding.max_norm}, which rescales rows when they are "
@@ -68,6 +89,11 @@ def _config_of(
     settings["vocab_size"] = embedding.num_embeddings
     settings["position"] = position
     if position_table is not None:
+        if not isinstance(position_table, Tensor):
+            raise ConfigError(
+                f"position_table is {type(position_table).__name__}, expected a tensor; of an "
+                "embedding pass its weight"
+            )
         if position_table.dim() != 2:
             shape = tuple(position_table.shape)
             raise ConfigError(f"position_table has shape {shape}, expected (max_len, d_model)")
@@ -91,17 +117,15 @@ def _stack_settings(encoder: nn.TransformerEncoder) -> dict[str, object]:
         raise ConfigError("the encoder has 0 layers, at least 1 is needed")
     settings = []
     for index, layer in enumerate(encoder.layers):
-        if type(layer) is not nn.TransformerEncoderLayer:
-            raise ConfigError(
-                f"layer {index} is {type(layer).__name__}, expected "
-                "torch.nn.TransformerEncoderLayer"
-            )
+        _require(layer, nn.TransformerEncoderLayer, f"layer {index}")
+        assert isinstance(layer, nn.TransformerEncoderLayer)
         settings.append(_layer_settings(layer))
     if any(other != settings[0] for other in settings):
         raise ConfigError("the layers differ in their settings; all must be alike")
     first, norm = settings[0], encoder.norm
-    if norm is not None and not isinstance(norm, nn.LayerNorm):
-        raise ConfigError(f"encoder.norm is {type(norm).__name__}, expected LayerNorm")
+    if norm is not None:
+        _require(norm, nn.LayerNorm, "encoder.norm")
+        assert isinstance(norm, nn.LayerNorm)
     if norm is not None and norm.eps != first["layer_norm_eps"]:
         raise ConfigError(
             f"encoder.norm has eps {norm.eps}, its layers {first['layer_norm_eps']}; "
@@ -111,9 +135,8 @@ def _stack_settings(encoder: nn.TransformerEncoder) -> dict[str, object]:
 
 
 def _layer_settings(layer: nn.TransformerEncoderLayer) -> dict[str, object]:
-    for name in ("norm1", "norm2"):
-        if not isinstance(norm := getattr(layer, name), nn.LayerNorm):
-            raise ConfigError(f"{name} is {type(norm).__name__}, expected LayerNorm")
+    for name, kind in _PARTS.items():
+        _require(layer.get_submodule(name), kind, name)
     if layer.self_attn.add_zero_attn or layer.self_attn.bias_k is not None:
         raise ConfigError("self_attn has add_zero_attn or add_bias_kv, which have no counterpart")
     if layer.norm1.eps != layer.norm2.eps:
@@ -137,7 +160,8 @@ def _activation_name(activation: object) -> str:
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     if activation is F.gelu:
         return "gelu"
-    raise ConfigError(f"activation {activation!r} is unknown, expected relu or gelu")
+    name = getattr(activation, "__name__", type(activation).__name__)
+    raise ConfigError(f"activation {name} has no counterpart, expected relu, gelu or tanh gelu")
 
 
 def _copy_layer(layer: nn.TransformerEncoderLayer, block: Block) -> None:

@@ -133,12 +133,13 @@ def open_bundle(path: str | os.PathLike[str]) -> Iterator[Bundle]:
         restore(folder)
     except (OSError, ValueError, RuntimeError) as error:  # a link to itself, a zero byte, ..
         raise BundleError(f"{path} cannot be opened: {error}") from error
-    with locked(folder.parent, exclusive=False):
-        if not folder.is_dir():
-            raise BundleError(
-                f"{path} is not a folder; a bundle is a folder with {MANIFEST_FILE} and a model"
-            )
+    with contextlib.ExitStack() as stack:
         try:
+            stack.enter_context(locked(folder.parent, exclusive=False))
+            if not folder.is_dir():
+                raise BundleError(
+                    f"{path} is not a folder; a bundle is a folder with {MANIFEST_FILE} and a model"
+                )
             manifest = read_manifest(folder)
             _check_files(folder, manifest)
         except OSError as error:
@@ -179,7 +180,9 @@ def read_manifest(folder: Path) -> Manifest:
     if path.stat().st_size > _MANIFEST_LIMIT_BYTES:
         raise BundleError(f"{path} is over {_MANIFEST_LIMIT_BYTES} bytes")
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(
+            path.read_bytes(), object_pairs_hook=_unique, parse_constant=_no_constant
+        )
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -198,6 +201,18 @@ def read_manifest(folder: Path) -> Manifest:
     if not untouched:
         raise BundleError(f"{path} was changed after it was written: its digest does not match")
     return _Reader(path).manifest(fields)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Another reader of a name that is there twice may take the other value."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name is there twice in one object")
+    return fields
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def sha256_of(path: Path) -> str:
@@ -248,6 +263,10 @@ def _check_regular(path: Path) -> None:
         raise BundleError(f"{path} is not a regular file; copy the file itself into the bundle")
 
 
+def _is_moderate(number: float | None) -> bool:
+    return number is None or abs(number) <= 1e300
+
+
 class _Reader:
     """Turns parsed JSON into a Manifest, naming the first field that is not as it must be."""
 
@@ -272,7 +291,7 @@ class _Reader:
             },
             opset=self.optional_whole(fields, "opset"),
             ir_version=self.optional_whole(fields, "ir_version"),
-            min_onnxruntime=self.optional_text(fields, "min_onnxruntime"),
+            min_onnxruntime=self.optional_version(fields, "min_onnxruntime"),
             tools={
                 name: self.text(f"tools.{name}", version)
                 for name, version in self.mapping(fields, "tools").items()
@@ -328,7 +347,9 @@ class _Reader:
                 )
             self.text("parity.checks.name", check["name"])
             for number in ("measured", "limit"):
-                if not isinstance(check[number], int | float | None):
+                if not isinstance(check[number], int | float | None) or not _is_moderate(
+                    check[number]
+                ):
                     self.refuse(f"parity.checks.{number}", f"{check[number]!r}, expected a number")
         return value
 
@@ -367,8 +388,13 @@ class _Reader:
             self.refuse(name, f"{value!r}, expected text")
         return value
 
-    def optional_text(self, fields: Mapping[str, Any], name: str) -> str | None:
-        return None if fields[name] is None else self.text(name, fields[name])
+    def optional_version(self, fields: Mapping[str, Any], name: str) -> str | None:
+        if fields[name] is None:
+            return None
+        text = self.text(name, fields[name])
+        if not re.fullmatch(r"\d{1,6}(\.\d{1,6}){1,3}", text):
+            self.refuse(name, f"{text[:40]!r}, expected a version such as 1.28.0")
+        return text
 
     def sha256(self, name: str, value: Any) -> str:
         text = self.text(name, value)

@@ -25,6 +25,7 @@ Hidden = npt.NDArray[np.float32]
 
 _MAX_THREADS = 4096
 _ORT_LOG_FATAL = 4  # the exceptions carry the same text
+_ORT_TYPES = {"tensor(int64)": "int64", "tensor(float)": "float32"}
 
 
 class EncoderSession:
@@ -185,6 +186,12 @@ class EncoderSession:
                 f"{self._placement.device} could not run a batch of {ids.shape[0]} x "
                 f"{ids.shape[1]}: {first_line(error)}; try a smaller one"
             ) from error
+        expected = (*ids.shape, self._manifest.d_model)
+        if hidden.shape != expected:  # ONNX Runtime only warns of axes that are not as declared
+            raise BundleError(
+                f"the model returned shape {hidden.shape}, expected {expected}; "
+                "export the bundle again"
+            )
         # A NaN or infinity survives a sum, and one pass of adding is the cheapest check. A
         # sum of finite values can overflow too, so only then is every value looked at.
         if self._check_finite:
@@ -221,12 +228,15 @@ def _check_whole(name: str, value: object, most: int) -> None:
 
 def _check_fits(session: onnxruntime.InferenceSession, manifest: Manifest, path: str) -> None:
     """The model takes and gives what the manifest says, so that no run can surprise."""
-    for kind, found, expected in (
-        ("input", session.get_inputs(), manifest.inputs),
-        ("output", session.get_outputs(), manifest.outputs),
+    for kind, found, expected, dtype in (
+        ("input", session.get_inputs(), manifest.inputs, "int64"),
+        ("output", session.get_outputs(), manifest.outputs, "float32"),
     ):
-        in_model = [(value.name, tuple(value.shape)) for value in found]
-        in_manifest = [(tensor.name, tensor.axes) for tensor in expected]
+        in_model = [
+            (value.name, _ORT_TYPES.get(value.type, value.type), tuple(value.shape))
+            for value in found
+        ]
+        in_manifest = [(tensor.name, dtype, tensor.axes) for tensor in expected]
         if in_model != in_manifest:
             raise BundleError(
                 f"{path} has {kind} {in_model}, the manifest says {in_manifest}; "

@@ -510,7 +510,7 @@ def test_verify_refutes_a_bundle_whose_weights_were_changed_though_its_hashes_fi
     result = invoke("verify", poisoned(bundle, tmp_path / "p", 0.5), ckpt, "--device", "cpu")
     assert result.exit_code == REFUSED
     (line,) = result.stderr.splitlines()
-    assert line.startswith("Error: parity is refuted")
+    assert line.startswith("Error: weights is refuted")
 
 
 # inspect.

@@ -270,7 +270,10 @@ def _need_torch() -> None:
 
 def example_ids(manifest: Manifest, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
     """Random ids that the bundle takes, the same at each call."""
-    ids = np.random.default_rng(0).integers(0, manifest.vocab_size, shape, np.int64)
+    try:
+        ids = np.random.default_rng(0).integers(0, manifest.vocab_size, shape, np.int64)
+    except (MemoryError, ValueError) as error:
+        raise ConfigError(f"{shape[0]} x {shape[1]} ids are too many: {error}") from error
     return check_batch(ids, manifest, "error")
 
 

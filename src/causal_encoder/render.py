@@ -25,7 +25,9 @@ def summary(manifest: "Manifest") -> str:
     text = f"{len(checks) - open_checks} checks proven"
     if open_checks:
         return f"{text}, {open_checks} not made, because they need CUDA: verify it where CUDA is"
-    parity = checks["parity"]
+    parity = checks.get("parity", {"measured": None, "limit": None})
+    if parity["measured"] is None or parity["limit"] is None:
+        return text
     return f"{text}, largest error {parity['measured']:.2g} of {parity['limit']:.2g} allowed"
 
 
@@ -64,7 +66,7 @@ def print_manifest(name: str, manifest: "Manifest", console: Console) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for row in _manifest_rows(manifest):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     console.print(table)
 
 
@@ -86,7 +88,7 @@ def _manifest_rows(manifest: "Manifest") -> Iterator[tuple[str, str]]:
         checks = manifest.parity["checks"]
         yield "verified", f"on export: {summary(manifest)}"
         for check in checks:
-            if check["measured"] is not None:
+            if check["measured"] is not None and check["limit"] is not None:
                 yield (
                     "",
                     f"{check['name']}: {check['measured']:.3g} of {check['limit']:.3g} allowed",

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,11 +26,11 @@ def parse_ids(text: str) -> list[list[int]]:
     """
     ids = []
     for word in text.replace(",", " ").split():
-        try:
+        if re.fullmatch(r"[+-]?[0-9]{1,4000}", word):  # int() takes more: 1_0, other digits
             ids.append(int(word))
-        except ValueError:
+        else:
             shown = word if len(word) <= 40 else f"{word[:40]}.."
-            raise InvalidInputError(f"--ids holds {shown!r}, expected whole numbers") from None
+            raise InvalidInputError(f"--ids holds {shown!r}, expected whole numbers")
     return [ids]
 
 
@@ -49,6 +50,8 @@ def read_rows(path: str) -> Any:
         return _read_array(path)
     try:
         if path == "-":
+            if sys.stdin is None:
+                raise InvalidInputError("standard input is closed")
             return _parse_lines(sys.stdin, "standard input")
         with Path(path).open(encoding="utf-8") as lines:
             return _parse_lines(lines, path)

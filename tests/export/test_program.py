@@ -33,6 +33,8 @@ def test_what_eager_refuses_the_program_refuses(
         torch.zeros(1, 0, dtype=torch.int64),
         torch.zeros(3, dtype=torch.int64),
         torch.zeros(1, 2, 3, dtype=torch.int64),
+        torch.zeros(1, 1, 1, dtype=torch.int64),
+        torch.zeros(2, 1, 1, dtype=torch.int64),
         torch.zeros(1, 3),
         torch.zeros(1, 3, dtype=torch.bool),
         torch.tensor([[13]]),

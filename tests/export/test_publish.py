@@ -4,7 +4,6 @@ import errno
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -206,7 +205,7 @@ KILLED = textwrap.dedent(
         "before the renames": lambda: setattr(os, "rename", rename),
         "between the renames": lambda: setattr(os, "rename", rename),
         "before the old one is removed": lambda: setattr(
-            publish.shutil, "rmtree", lambda path, **_: die() if "previous" in str(path) and
+            publish.shutil, "rmtree", lambda path, **_: die() if ".partial" in str(path) and
             Path(path).exists() else None
         ),
     }
@@ -290,7 +289,7 @@ def test_an_interrupt_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(publish_module, "verify_prepared", interrupt)
     with pytest.raises(KeyboardInterrupt):

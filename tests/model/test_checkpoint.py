@@ -264,7 +264,7 @@ def test_a_folder_in_place_of_a_file_is_named(folder: Path, name: str) -> None:
         (folder / WEIGHTS).unlink()
     (folder / name).unlink(missing_ok=True)
     (folder / name).mkdir()
-    assert f"{folder / name} cannot be read" in refusal(folder)
+    assert f"{folder / name} is not a regular file" in refusal(folder)
 
 
 def test_a_dangling_link_is_a_missing_file(folder: Path) -> None:

@@ -189,7 +189,7 @@ def test_layers_of_another_class_are_refused() -> None:
 
 def test_a_decoder_is_refused() -> None:
     decoder: Any = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, H, FF), 1)
-    assert "TransformerDecoderLayer" in refusal(decoder)
+    assert "encoder is TransformerDecoder" in refusal(decoder)
 
 
 def test_an_encoder_without_layers_is_refused() -> None:

@@ -509,7 +509,7 @@ def test_a_manifest_that_is_not_json_is_refused(copy: Path, content: bytes) -> N
 
 @pytest.mark.parametrize(
     ("content", "kind"),
-    [("[]", "list"), ('"text"', "str"), ("1", "int"), ("null", "NoneType"), ("NaN", "float")],
+    [("[]", "list"), ('"text"', "str"), ("1", "int"), ("null", "NoneType")],
 )
 def test_a_manifest_that_is_not_an_object_is_refused(copy: Path, content: str, kind: str) -> None:
     (copy / "manifest.json").write_text(content)
@@ -538,7 +538,7 @@ def test_a_key_given_twice_cannot_change_a_value(copy: Path) -> None:
     text = (copy / "manifest.json").read_text()
     assert text.endswith("\n}\n")
     (copy / "manifest.json").write_text(text[:-3] + ',\n  "max_len": 48\n}\n')
-    assert "digest" in refused(copy)
+    assert "twice" in refused(copy)
 
 
 @hypothesis.given(value=json_values)
@@ -590,7 +590,7 @@ def test_an_unknown_field_is_named(copy: Path, name: str) -> None:
 
 
 NOT_TEXT: tuple[Any, ...] = (None, 1, True, [], {})
-NOT_A_COUNT: tuple[Any, ...] = (None, 0, -1, True, 1.0, 1.5, "1", [], {}, 2**63, float("nan"))
+NOT_A_COUNT: tuple[Any, ...] = (None, 0, -1, True, 1.0, 1.5, "1", [], {}, 2**63)
 NOT_AN_OBJECT: tuple[Any, ...] = (None, 1, True, "text", [], [[]])
 NOT_A_HASH = (None, 1, "", "0" * 63, "0" * 65, "g" * 64, "A" * 64, "0" * 63 + "\n", ["0" * 64])
 
