@@ -43,7 +43,7 @@ format: $(SETUP) ## Rewrite the sources in the project's format
 types: $(SETUP) ## Check types
 	$(BIN)/mypy
 
-check: lint types test slow ## All of the above, as CI runs it
+check: lint types test slow ## lint, types, test and slow, as CI runs them
 
 clean: ## Remove what the other commands made
 	rm -rf $(VENV) build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
