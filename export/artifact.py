@@ -91,7 +91,9 @@ def _digest(values: Any) -> str:
         if isinstance(values, torch.Tensor)
         else np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     )
-    return hashlib.sha256(repr(tuple(values.shape)).encode() + flat.tobytes()).hexdigest()
+    digest = hashlib.sha256(repr(tuple(values.shape)).encode())
+    digest.update(flat.data)
+    return digest.hexdigest()
 
 
 def open_bare(path: Path, format: str, device: str = "cpu") -> Run:  # noqa: A002

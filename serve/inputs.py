@@ -71,8 +71,12 @@ def check_ragged(rows: Iterable[Any], manifest: Manifest, overflow: str) -> list
         if array.shape[0] == 0:
             raise errors.empty_sequence(index)
     wide = []
-    for array in checked:  # no comprehension: the warning names the caller by its depth
-        wide.append(_widen(array[: _allowed_length(array.shape[0], manifest, overflow)]))  # noqa: PERF401
+    for index, array in enumerate(checked):
+        try:
+            length = _allowed_length(array.shape[0], manifest, overflow)
+        except errors.SequenceTooLongError as error:
+            raise errors.SequenceTooLongError(f"sequence {index}: {error}") from error
+        wide.append(_widen(array[:length]))
     if wide and _any_out_of_range(np.concatenate(wide), manifest.vocab_size):
         for index, row in enumerate(wide):
             if _any_out_of_range(row, manifest.vocab_size):
