@@ -130,7 +130,7 @@ class Subject:
         measure = distance if self.manifest.precision == "fp32" else relative_distance
         return measure(found, expected)
 
-    @property
+    @functools.cached_property
     def limit(self) -> float:
         """The largest error an artifact may have."""
         if self.manifest.precision != "fp32":
