@@ -7,11 +7,12 @@ and .pt2 files are code: open them only from a bundle whose hashes were checked.
 import dataclasses
 import hashlib
 import json
+import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,7 @@ _ORT_LOG_FATAL = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a model file says of itself.
+    """What a model file is, read without running it.
 
     Attributes:
         operators: number of operators of each type.
@@ -47,6 +48,10 @@ class Facts:
         metadata: what the exporter wrote into it, see export/prepare.py.
         input_axes, output_axes: names of dynamic axes, sizes of fixed ones; None where
             the format fixes no axis (TorchScript).
+        graph: everything the file computes, without the values of its tensors: one line a
+            node or declaration. Two files with the same lines compute the same function of
+            their tensors.
+        weights: digest of each tensor in the file, by name.
     """
 
     operators: Counter[str]
@@ -55,32 +60,117 @@ class Facts:
     metadata: Mapping[str, str]
     input_axes: tuple[str | int, ...] | None = None
     output_axes: tuple[str | int, ...] | None = None
+    graph: tuple[str, ...]
+    weights: Mapping[str, str]
 
 
 def read_facts(path: Path, format: str) -> Facts:  # noqa: A002  # the word of the manifest
     """Read a model file of the given format without running it."""
-    return {"onnx": _onnx_facts, "torchscript": _script_facts, "program": _program_facts}[format](
-        path
-    )
-
-
-def read_weights(path: Path, format: str) -> Mapping[str, str]:  # noqa: A002
-    """Digest of each tensor that is stored in a model file, by name."""
     if format == "onnx":
-        return {
+        return facts_of_onnx(onnx.load(path))
+    with path.open("rb") as file:
+        return facts_of_archive(file, format)
+
+
+def facts_of_onnx(proto: onnx.ModelProto) -> Facts:
+    """What an ONNX model with all of its data is."""
+    (opset,) = (entry.version for entry in proto.opset_import if entry.domain == "")
+    return Facts(
+        operators=Counter(node.op_type for node in proto.graph.node),
+        opset=opset,
+        ir_version=proto.ir_version,
+        metadata={prop.key: prop.value for prop in proto.metadata_props},
+        input_axes=_axes(proto.graph.input[0]),
+        output_axes=_axes(proto.graph.output[0]),
+        graph=tuple(_onnx_lines(proto)),
+        weights={
             tensor.name: _digest(numpy_helper.to_array(tensor))
-            for tensor in onnx.load(path).graph.initializer
-        }
-    state = (
-        _load_script(path, {}).state_dict()
-        if format == "torchscript"
-        else _load_program(path, {}).state_dict
+            for tensor in proto.graph.initializer
+        },
     )
-    return digests(state)
 
 
-def digests(state: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
-    """Digest of each tensor, as `read_weights` gives it."""
+def facts_of_archive(file: BinaryIO, format: str) -> Facts:  # noqa: A002
+    """What a TorchScript or torch.export archive is."""
+    extra: dict[str, Any] = {METADATA_EXTRA: ""}
+    if format == "torchscript":
+        return _script_facts(_load_script(file, extra), json.loads(extra[METADATA_EXTRA]))
+    return _program_facts(
+        torch.export.load(file, extra_files=extra), json.loads(extra[METADATA_EXTRA])
+    )
+
+
+def _script_facts(scripted: torch.jit.ScriptModule, metadata: Mapping[str, str]) -> Facts:
+    operators: Counter[str] = Counter()
+    pending = list(scripted.inlined_graph.nodes())
+    while pending:
+        node = pending.pop()
+        if node.kind().startswith("aten::"):
+            operators[node.kind()] += 1
+        for block in node.blocks():
+            pending.extend(block.nodes())
+    return Facts(
+        operators=operators,
+        metadata=metadata,
+        graph=tuple(_script_lines(scripted)),
+        weights=_digests(scripted.state_dict()),
+    )
+
+
+def _program_facts(program: ExportedProgram, metadata: Mapping[str, str]) -> Facts:
+    nodes = program.graph_module.graph.nodes
+    (ids,) = (node for node in nodes if node.name in program.graph_signature.user_inputs)
+    return Facts(
+        operators=Counter(str(node.target) for node in nodes if node.op == "call_function"),
+        metadata=metadata,
+        input_axes=tuple(
+            name if isinstance(size, torch.SymInt) else int(size)
+            for name, size in zip(INPUT.axes, ids.meta["val"].shape, strict=True)
+        ),
+        graph=(
+            *(f"{n.op} {n.target} {n.name} {n.args} {n.kwargs}" for n in nodes),
+            str(program.graph_signature),
+            str(list(program.range_constraints.values())),
+        ),
+        weights=_digests(program.state_dict | program.constants),
+    )
+
+
+def _onnx_lines(proto: onnx.ModelProto) -> Iterator[str]:
+    """Nodes with all they hold, by their digests; tensors by name, type and shape."""
+    graph = proto.graph
+    for kind, parts in (
+        ("opset", proto.opset_import),
+        ("function", proto.functions),
+        ("input", graph.input),
+        ("output", graph.output),
+        ("value", graph.value_info),
+        ("sparse tensor", graph.sparse_initializer),
+        ("quantization", graph.quantization_annotation),
+    ):
+        for part in parts:
+            yield f"{kind} {_digest_of(part)}"
+    for tensor in graph.initializer:
+        yield f"tensor {tensor.name} {tensor.data_type} {list(tensor.dims)}"
+    for node in graph.node:
+        yield f"{node.op_type} {node.name} {_digest_of(node)}"
+
+
+def _digest_of(part: Any) -> str:
+    return hashlib.sha256(part.SerializeToString(deterministic=True)).hexdigest()[:16]
+
+
+def _script_lines(scripted: torch.jit.ScriptModule) -> Iterator[str]:
+    """The inlined graph; names of values and classes are numbered anew by each loading."""
+    numbers: dict[str, str] = {}
+    for line in str(scripted.inlined_graph).splitlines():
+        code = re.sub(r"___torch_mangle_\d+\.| +# .*", "", line)
+        yield re.sub(
+            r"%[\w.]+", lambda name: numbers.setdefault(name[0], f"%{len(numbers)}"), code
+        ).strip()
+
+
+def _digests(state: Mapping[str, Any]) -> Mapping[str, str]:
     return {name: _digest(tensor.detach().cpu()) for name, tensor in state.items()}
 
 
@@ -106,9 +196,10 @@ def open_bare(path: Path, format: str, device: str = "cpu") -> Run:  # noqa: A00
     """
     if format == "onnx":
         return open_onnx(path, device, "all", available_cpus())
-    return _torch_run(
-        _load_script(path, {}) if format == "torchscript" else _load_program(path, {}).module()
-    )
+    with path.open("rb") as file:
+        if format == "torchscript":
+            return _torch_run(_load_script(file, {}))
+        return _torch_run(torch.export.load(file).module())
 
 
 def open_onnx(path: Path, device: str, level: str, threads: int) -> Run:
@@ -127,61 +218,14 @@ def open_onnx(path: Path, device: str, level: str, threads: int) -> Run:
     return run
 
 
-def _onnx_facts(path: Path) -> Facts:
-    proto = onnx.load(path, load_external_data=False)
-    (opset,) = (entry.version for entry in proto.opset_import if entry.domain == "")
-    return Facts(
-        operators=Counter(node.op_type for node in proto.graph.node),
-        opset=opset,
-        ir_version=proto.ir_version,
-        metadata={prop.key: prop.value for prop in proto.metadata_props},
-        input_axes=_axes(proto.graph.input[0]),
-        output_axes=_axes(proto.graph.output[0]),
-    )
-
-
 def _axes(value: onnx.ValueInfoProto) -> tuple[str | int, ...]:
     return tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
 
 
-def _load_script(path: Path, extra: dict[str, Any]) -> torch.jit.ScriptModule:
-    with warnings.catch_warnings(), path.open("rb") as file:
+def _load_script(file: BinaryIO, extra: dict[str, Any]) -> torch.jit.ScriptModule:
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.jit.*", DeprecationWarning)
         return torch.jit.load(file, map_location="cpu", _extra_files=extra)  # type: ignore[no-untyped-call]
-
-
-def _script_facts(path: Path) -> Facts:
-    extra: dict[str, Any] = {METADATA_EXTRA: ""}
-    scripted = _load_script(path, extra)
-    operators: Counter[str] = Counter()
-    pending = list(scripted.inlined_graph.nodes())
-    while pending:
-        node = pending.pop()
-        if node.kind().startswith("aten::"):
-            operators[node.kind()] += 1
-        for block in node.blocks():
-            pending.extend(block.nodes())
-    return Facts(operators=operators, metadata=json.loads(extra[METADATA_EXTRA]))
-
-
-def _load_program(path: Path, extra: dict[str, Any]) -> ExportedProgram:
-    with path.open("rb") as file:
-        return torch.export.load(file, extra_files=extra)
-
-
-def _program_facts(path: Path) -> Facts:
-    extra: dict[str, Any] = {METADATA_EXTRA: ""}
-    program = _load_program(path, extra)
-    nodes = program.graph_module.graph.nodes
-    (ids,) = (node for node in nodes if node.name in program.graph_signature.user_inputs)
-    return Facts(
-        operators=Counter(str(node.target) for node in nodes if node.op == "call_function"),
-        metadata=json.loads(extra[METADATA_EXTRA]),
-        input_axes=tuple(
-            name if isinstance(size, torch.SymInt) else int(size)
-            for name, size in zip(INPUT.axes, ids.meta["val"].shape, strict=True)
-        ),
-    )
 
 
 def _torch_run(module: Callable[[torch.Tensor], torch.Tensor]) -> Run:

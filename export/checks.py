@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 
 from causal_encoder.errors import (
     EmptySequenceError,
@@ -13,10 +12,10 @@ from causal_encoder.errors import (
     SequenceTooLongError,
     TokenOutOfRangeError,
 )
-from causal_encoder.export.artifact import OPTIMIZATION_LEVELS, digests
-from causal_encoder.export.prepare import INPUT, metadata, output_of
+from causal_encoder.export.artifact import OPTIMIZATION_LEVELS
+from causal_encoder.export.prepare import INPUT, metadata, output_of, tool_versions
 from causal_encoder.export.subject import Array, Subject, grid_lengths
-from causal_encoder.export.wrapper import ATTENTION_OPSET, DTYPES, OnnxEncoder
+from causal_encoder.export.wrapper import ATTENTION_OPSET
 from causal_encoder.model import fingerprint
 from causal_encoder.serve.cpu import available_cpus
 
@@ -25,16 +24,29 @@ SIZE_FACTOR = 1.05
 SIZE_FLOOR_BYTES = 64 * 2**10
 BYTES_PER_WEIGHT = {"fp32": 4, "fp16": 2, "bf16": 2}
 
+# The versions that decide what a trace looks like.
+_TRACING_TOOLS = ("causal-encoder", "torch", "onnx", "onnxscript")
 _RANDOM_OPERATORS = ("dropout", "random", "bernoulli", "multinomial", "rand")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a check found; it holds if there is no detail."""
+    """What a check found.
+
+    Attributes:
+        measured, limit: the number, and what it may be at most.
+        detail: the first failing case; the check holds if there is none.
+        unchecked: why it could not be decided here; empty if it could.
+    """
 
     measured: float | None = None
     limit: float | None = None
     detail: str = ""
+    unchecked: str = ""
+
+
+# A check gives None where it does not apply to the format, and then is no row of the report.
+CheckFunction = Callable[["Subject"], Finding | None]
 
 
 def source(subject: Subject) -> Finding:
@@ -45,16 +57,35 @@ def source(subject: Subject) -> Finding:
 
 
 def weights_exact(subject: Subject) -> Finding:
-    """Every weight of the model is in the file, bit for bit in the file's precision."""
-    state: Mapping[str, torch.Tensor] = subject.model.state_dict()
-    if subject.manifest.format == "onnx":
-        dtype = DTYPES[subject.manifest.precision]
-        state = OnnxEncoder(subject.model, subject.facts.opset or 0, dtype).state_dict()
-    stored = set(subject.weights.values())  # by value: an exporter may merge equal tensors
-    for name, digest in digests(state).items():
-        if digest not in stored:
+    """Every tensor is in the file under its name, bit for bit in the file's precision."""
+    stored = subject.facts.weights
+    values = set(stored.values())
+    for name, digest in subject.expected.weights.items():
+        # Another version of the exporter may name or merge tensors otherwise.
+        if stored.get(name) != digest if name in stored else digest not in values:
             return Finding(detail=f"{name} is not in the file as the model has it")
     return Finding()
+
+
+def graph_as_traced(subject: Subject) -> Finding:
+    """The file computes what a fresh export of the model computes, node by node.
+
+    The checks that run the file try many shapes, but a file that was made to fail on one
+    shape that they do not try passes them all. This one leaves no room for such an edit.
+    """
+    found, expected = subject.facts.graph, subject.expected.graph
+    if found == expected:
+        return Finding()
+    made_with, here = subject.manifest.tools, tool_versions()
+    for tool in _TRACING_TOOLS:
+        if made_with.get(tool) != here[tool]:
+            return Finding(
+                unchecked=f"the graph is not the one that {tool} {here[tool]} gives, and the "
+                f"manifest says it was made with {made_with.get(tool)}; verify it under the "
+                "versions in the manifest, or export it again"
+            )
+    line = next((a for a, b in zip(found, expected, strict=False) if a != b), "its length")
+    return Finding(detail=f"the graph is not as exported: it differs in {line[:120]}")
 
 
 def facts_agree(subject: Subject) -> Finding:
@@ -100,21 +131,21 @@ def nothing_random(subject: Subject) -> Finding:
     return Finding()
 
 
-def attention_whole(subject: Subject) -> Finding:
+def attention_whole(subject: Subject) -> Finding | None:
     """Where the opset has an Attention operator, there is one in each layer."""
     opset, num_layers = subject.facts.opset, subject.model.config.num_layers
     if opset is None or opset < ATTENTION_OPSET:
-        return Finding()
+        return None
     count = subject.facts.operators["Attention"]
     if count == num_layers:
         return Finding()
     return Finding(detail=f"{count} Attention operators, expected {num_layers}, one a layer")
 
 
-def stored_once(subject: Subject) -> Finding:
+def stored_once(subject: Subject) -> Finding | None:
     """An ONNX file is as large as its weights and tables, and little more."""
     if subject.manifest.format != "onnx":
-        return Finding()  # the other archives hold code, which grows with the layers
+        return None  # the other archives hold code, which grows with the layers
     config = subject.model.config
     weights = sum(tensor.numel() for tensor in subject.model.state_dict().values())
     tables = config.max_len * config.d_model * config.has_sinusoidal
@@ -140,10 +171,10 @@ def repeatable(subject: Subject) -> Finding:
     return Finding()
 
 
-def settings_agree(subject: Subject) -> Finding:
+def settings_agree(subject: Subject) -> Finding | None:
     """Every graph optimisation level and thread count gives the same, within the budget."""
     if subject.manifest.format != "onnx":
-        return Finding()
+        return None
     ids = subject.property_ids
     usual = subject.run(ids)
     cases = []
@@ -160,12 +191,21 @@ def parity(subject: Subject) -> Finding:
     worst = max(cell.error for cell in subject.grid)
     failing = next((cell for cell in subject.grid if cell.error > subject.limit), None)
     detail = (
-        f"error {failing.error:.3g} (infinite for NaN) is over {subject.limit:.3g} "
+        f"error {failing.error:.3g} is over {subject.limit:.3g} "
         f"at batch {failing.batch}, sequence {failing.length}"
         if failing
         else ""
     )
     return Finding(measured=worst, limit=subject.limit, detail=detail)
+
+
+def finite(subject: Subject) -> Finding:
+    """No NaN and no infinity is in any cell of the grid."""
+    for cell in subject.grid:
+        if not cell.finite:
+            where = f"at batch {cell.batch}, sequence {cell.length}"
+            return Finding(detail=f"NaN or infinity is in the output {where}")
+    return Finding()
 
 
 def causal(subject: Subject) -> Finding:
@@ -289,17 +329,19 @@ def _answered(
     return ""
 
 
-FILE_CHECKS: dict[str, Callable[[Subject], Finding]] = {
+FILE_CHECKS: dict[str, CheckFunction] = {
     "source": source,
     "weights": weights_exact,
+    "graph": graph_as_traced,
     "facts": facts_agree,
     "axes": axes_dynamic,
     "no random operators": nothing_random,
     "attention": attention_whole,
     "stored once": stored_once,
 }
-RUN_CHECKS: dict[str, Callable[[Subject], Finding]] = {
+RUN_CHECKS: dict[str, CheckFunction] = {
     "parity": parity,
+    "finite": finite,
     "repeatable": repeatable,
     "settings": settings_agree,
     "causality": causal,

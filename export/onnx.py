@@ -1,27 +1,23 @@
 """Export to ONNX: one file with dynamic axes, its limits in its metadata."""
 
-import contextlib
-import logging
 import os
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
 import torch
-from torch.export import Dim
 
 from causal_encoder.errors import ExportError
-from causal_encoder.export.prepare import INPUT, OUTPUT_NAME, metadata, prepare
+from causal_encoder.export.artifact import Facts, facts_of_onnx
+from causal_encoder.export.prepare import prepare
 from causal_encoder.export.publish import publish
+from causal_encoder.export.trace import trace_onnx
 from causal_encoder.export.verify import Progress
-from causal_encoder.export.wrapper import ATTENTION_OPSET, DTYPES, OnnxEncoder
+from causal_encoder.export.wrapper import ATTENTION_OPSET, DTYPES
 from causal_encoder.model import CausalEncoder
 from causal_encoder.serve.bundle import Manifest
 
 OPSETS = range(18, 24)
 DEFAULT_OPSET = 23
-IR_VERSION = 10  # readable by every ONNX Runtime we support; onnx's own default is not
 # A protobuf ends at 2 GiB, and readers copy one whole: above this, weights go beside it.
 SINGLE_FILE_LIMIT_BYTES = 3 * 2**29
 # Smaller tensors stay inside: shape inference of ONNX Runtime reads some of them.
@@ -71,8 +67,11 @@ def export_onnx(
     prepared = prepare(model, max_len)
     _check_range(prepared, precision)
 
-    def write(path: Path) -> None:
-        _save(_trace(prepared, opset, precision), path)
+    def write(path: Path) -> Facts:
+        proto = trace_onnx(prepared, opset, precision)
+        facts = facts_of_onnx(proto)
+        _save(proto, path)
+        return facts
 
     return publish(prepared, "onnx", precision, path, write, force=force, progress=progress)
 
@@ -85,52 +84,6 @@ def _check_range(model: CausalEncoder, precision: str) -> None:
                 f"{name} holds {float(tensor.abs().max()):.3g}, beyond the {precision} range of "
                 f"{torch.finfo(dtype).max:.3g}; export it in fp32"
             )
-
-
-def _trace(model: CausalEncoder, opset: int, precision: str) -> onnx.ModelProto:
-    # No upper bound on the axes: the guard row makes T = L + 1 a valid shape.
-    axes = {0: Dim(str(INPUT.axes[0])), 1: Dim(str(INPUT.axes[1]))}
-    with _known_noise_silenced():
-        program = torch.onnx.export(
-            OnnxEncoder(model, opset, DTYPES[precision]).eval(),
-            (torch.zeros(2, 2, dtype=torch.int64),),
-            input_names=[INPUT.name],
-            output_names=[OUTPUT_NAME],
-            opset_version=opset,
-            dynamo=True,
-            dynamic_shapes=(axes,),
-            verbose=False,
-        )
-    assert program is not None
-    proto = program.model_proto
-    proto.ir_version = IR_VERSION
-    _strip_traces(proto)
-    for key, value in metadata(model.config, precision).items():
-        proto.metadata_props.add(key=key, value=value)
-    return proto
-
-
-@contextlib.contextmanager
-def _known_noise_silenced() -> Iterator[None]:
-    """Two messages of torch 2.13 that say nothing about the model; all others are shown."""
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = registration.level
-    registration.setLevel(logging.ERROR)  # operators of torchvision, which is not installed
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # torch's own use
-            yield
-    finally:
-        registration.setLevel(level)
-
-
-def _strip_traces(proto: onnx.ModelProto) -> None:
-    """Drop the exporter's notes: they hold source paths of the machine that exported."""
-    graph = proto.graph
-    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info):
-        del part.metadata_props[:]
-    for tensor in graph.initializer:
-        del tensor.metadata_props[:]
 
 
 def _save(proto: onnx.ModelProto, path: Path) -> None:

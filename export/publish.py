@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from causal_encoder.errors import CausalEncoderError, ExportError
-from causal_encoder.export.artifact import read_facts
+from causal_encoder.export.artifact import Facts, read_facts
 from causal_encoder.export.prepare import INPUT, exact_arithmetic, output_of, tool_versions
 from causal_encoder.export.verify import Progress, verify_prepared
 from causal_encoder.model import CausalEncoder, fingerprint
@@ -36,7 +36,7 @@ def publish(
     format: str,  # noqa: A002  # the word of the manifest and of the command
     precision: str,
     path: str | os.PathLike[str],
-    write: Callable[[Path], None],
+    write: Callable[[Path], Facts],
     *,
     force: bool,
     progress: Progress | None,
@@ -48,7 +48,7 @@ def publish(
         format: "onnx", "torchscript" or "program".
         precision: type of the weights in the file.
         path: folder of the bundle.
-        write: writes the model file to the path it is given.
+        write: writes the model file to the path it is given, and tells what it traced.
         force: replace an existing bundle.
         progress: see export_onnx.
 
@@ -67,11 +67,11 @@ def publish(
         restore(target)
         _check_target(target, force)
         with _staging(target) as folder:
-            _written(write, folder / MODEL_FILES[format])
+            traced = _written(write, folder / MODEL_FILES[format])
             manifest = _describe(folder, format, precision, model)
             _write_manifest(folder, manifest)
             device = "auto" if precision == "bf16" else "cpu"
-            report = verify_prepared(folder, model, device, progress)
+            report = verify_prepared(folder, model, device, progress, traced)
             if report.verdict == "refuted":
                 raise ExportError(f"not published, because {report.first_failure}")
             manifest = dataclasses.replace(manifest, parity=report.to_dict())
@@ -83,10 +83,10 @@ def publish(
     return manifest
 
 
-def _written(write: Callable[[Path], None], path: Path) -> None:
+def _written(write: Callable[[Path], Facts], path: Path) -> Facts:
     try:
         with exact_arithmetic():
-            write(path)
+            return write(path)
     except (OSError, CausalEncoderError):
         raise
     except Exception as error:  # the exporters of torch raise what they like

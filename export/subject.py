@@ -8,7 +8,8 @@ Shapes: B batch, T sequence length, D d_model, L max_len.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ from causal_encoder.export.artifact import (
     OPTIMIZATION_LEVELS,
     Facts,
     Run,
+    facts_of_archive,
+    facts_of_onnx,
     open_bare,
     open_onnx,
     read_facts,
-    read_weights,
 )
+from causal_encoder.export.prepare import exact_arithmetic
+from causal_encoder.export.trace import trace_onnx, trace_program, trace_script
 from causal_encoder.model import CausalEncoder
 from causal_encoder.serve import Bundle, EncoderSession, Manifest
 
@@ -47,12 +51,16 @@ _PROPERTY_LENGTH = 257
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One shape of the parity grid, with the largest errors against the reference."""
+    """One shape of the parity grid, with the largest errors against the reference.
+
+    The artifact's error is that of its finite values; `finite` tells whether all are.
+    """
 
     batch: int
     length: int
     error: float
     eager_error: float
+    finite: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,10 +69,10 @@ class Subject:
 
     Attributes:
         manifest: the bundle's manifest.
-        facts: what the model file says of itself.
+        facts: what the model file is.
+        traced: what the exporter has just traced, where that is known; see `expected`.
         model: the prepared model, float32.
         model_bytes: size of the model file and the data beside it.
-        weights: digest of each tensor in the file, by name.
         run: runs the artifact as its users do; for ONNX through an EncoderSession.
         bare: runs the file past all our checks, on the same device.
         reopen: loads the file once more, with an optimisation level and a thread count.
@@ -75,14 +83,27 @@ class Subject:
 
     manifest: Manifest
     facts: Facts
+    traced: Facts | None
     model: CausalEncoder
     model_bytes: int
-    weights: Mapping[str, str]
     run: Run
     bare: Run
     reopen: Callable[[str, int], Run]
     device: str
     tick: Callable[[str], None] = lambda _: None
+
+    @functools.cached_property
+    def expected(self) -> Facts:
+        """What a file of this model is, if the versions of the tools that are here write it."""
+        if self.traced is not None:
+            return self.traced
+        self.tick("tracing")
+        with exact_arithmetic():
+            if self.manifest.format != "onnx":
+                trace = trace_script if self.manifest.format == "torchscript" else trace_program
+                return facts_of_archive(io.BytesIO(trace(self.model)), self.manifest.format)
+            opset = self.manifest.opset or 0
+            return facts_of_onnx(trace_onnx(self.model, opset, self.manifest.precision))
 
     @functools.cached_property
     def ids(self) -> Array:
@@ -118,11 +139,14 @@ class Subject:
         ids = self.ids[:batch, :length].copy()
         expected = self.reference[:batch, :length]
         eager = self.model(torch.from_numpy(ids)).numpy()
+        found = self.run(ids)
+        finite = np.isfinite(found)
         return Cell(
             batch=batch,
             length=length,
-            error=self.distance(self.run(ids), expected),
+            error=self.distance(_where(finite, found, expected), expected),
             eager_error=self.distance(eager, expected),
+            finite=bool(finite.all()),
         )
 
     def distance(self, found: Array, expected: Array) -> float:
@@ -150,27 +174,45 @@ class Subject:
         return self.ids[:, : min(self.model.config.max_len, _PROPERTY_LENGTH)].copy()
 
 
+def _where(finite: Array, found: Array, expected: Array) -> Array:
+    """The values found, and the expected ones where those are not finite."""
+    return np.where(finite, found, expected) if found.shape == expected.shape else found
+
+
 def count_ticks(max_len: int) -> int:
-    """How often a Subject ticks at most: the reference, the grid, and the settings."""
+    """How often a Subject ticks at most: the trace, the reference, the grid, the settings."""
     return (
-        len(OPTIMIZATION_LEVELS) * 2
+        1
+        + len(OPTIMIZATION_LEVELS) * 2
         + max(BATCH_SIZES)
         + len(BATCH_SIZES) * len(grid_lengths(max_len))
     )
 
 
 def open_subject(
-    bundle: Bundle, model: CausalEncoder, device: str, tick: Callable[[str], None] = lambda _: None
+    bundle: Bundle,
+    model: CausalEncoder,
+    device: str,
+    tick: Callable[[str], None] = lambda _: None,
+    traced: Facts | None = None,
 ) -> Subject:
-    """Load what the checks need; afterwards the bundle may be replaced."""
+    """Load what the checks need; afterwards the bundle may be replaced.
+
+    Args:
+        bundle: an opened bundle.
+        model: a prepared model that has the bundle's config.
+        device: "cpu", "cuda" or "auto".
+        tick: see Subject.
+        traced: what the exporter has just traced; it is traced again if not given.
+    """
     manifest, path = bundle.manifest, bundle.model_path
     subject = functools.partial(
         Subject,
         manifest=manifest,
         facts=read_facts(path, manifest.format),
+        traced=traced,
         model=model,
         model_bytes=sum(file.size_bytes for file in manifest.files.values()),
-        weights=read_weights(path, manifest.format),
         tick=tick,
     )
     if manifest.format != "onnx":

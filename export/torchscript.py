@@ -5,13 +5,12 @@ TorchScript is deprecated in PyTorch; causal_encoder.export.program is its succe
 
 import io
 import os
-import warnings
 from pathlib import Path
 
-import torch
-
-from causal_encoder.export.prepare import extra_files, prepare
+from causal_encoder.export.artifact import Facts, facts_of_archive
+from causal_encoder.export.prepare import prepare
 from causal_encoder.export.publish import publish
+from causal_encoder.export.trace import trace_script
 from causal_encoder.export.verify import Progress
 from causal_encoder.model import CausalEncoder
 from causal_encoder.serve.bundle import Manifest
@@ -46,14 +45,11 @@ def export_torchscript(
     """
     prepared = prepare(model, max_len)
 
-    def write(path: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*torch.jit.*", DeprecationWarning)
-            scripted = torch.jit.script(prepared)
+    def write(path: Path) -> Facts:
         # In memory first: a full disk is then Python's own error, which names itself, and
         # torch never has to open a path, which it cannot do everywhere if it is not ASCII.
-        buffer = io.BytesIO()
-        torch.jit.save(scripted, buffer, _extra_files=extra_files(prepared.config))
-        path.write_bytes(buffer.getbuffer())
+        archive = trace_script(prepared)
+        path.write_bytes(archive)
+        return facts_of_archive(io.BytesIO(archive), "torchscript")
 
     return publish(prepared, "torchscript", "fp32", path, write, force=force, progress=progress)

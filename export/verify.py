@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from causal_encoder.errors import BundleError, ConfigError
-from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS, Finding
+from causal_encoder.export.artifact import Facts
+from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS, CheckFunction, Finding
 from causal_encoder.export.prepare import exact_arithmetic, exported_config, prepare
 from causal_encoder.export.subject import Subject, count_ticks, open_subject
 from causal_encoder.model import CausalEncoder, EncoderConfig
@@ -29,7 +30,7 @@ class Check:
         name: what was checked.
         passed: whether it holds; None if it could not be checked here.
         measured, limit: the number, and what it may be at most, where there is a finite one.
-        detail: the first failing case; empty if it holds.
+        detail: the first failing case, or why it could not be checked; empty if it holds.
     """
 
     name: str
@@ -126,8 +127,12 @@ def verify_prepared(
     model: CausalEncoder,
     device: str,
     progress: Progress | None,
+    traced: Facts | None = None,
 ) -> Report:
-    """As `verify`, for a prepared model that has the bundle's config."""
+    """As `verify`, for a prepared model that has the bundle's config.
+
+    The exporter passes what it has just traced, which is not traced again then.
+    """
     total = len(FILE_CHECKS) + len(RUN_CHECKS) + count_ticks(model.config.max_len)
     steps = itertools.count()
 
@@ -136,23 +141,21 @@ def verify_prepared(
             progress(step, next(steps), total)
 
     with open_bundle(bundle) as opened:
-        subject = open_subject(opened, model, device, tick)
+        subject = open_subject(opened, model, device, tick, traced)
     rows = []
     with exact_arithmetic():
-        for name, check in FILE_CHECKS.items():
+        for name, check in (FILE_CHECKS | RUN_CHECKS).items():
             tick(name)
-            rows.append(_row(name, _find(check, subject)))
-        for name, check in RUN_CHECKS.items():
-            tick(name)
-            rows.append(
-                _unchecked(name) if subject.device == "none" else _row(name, _find(check, subject))
-            )
+            if name in RUN_CHECKS and subject.device == "none":
+                rows.append(_row(name, Finding(unchecked="needs CUDA, which is not here")))
+            elif (finding := _find(check, subject)) is not None:
+                rows.append(_row(name, finding))
     if progress is not None:
         progress("done", total, total)
     return Report(format=opened.manifest.format, device=subject.device, checks=tuple(rows))
 
 
-def _find(check: Callable[[Subject], Finding], subject: Subject) -> Finding:
+def _find(check: CheckFunction, subject: Subject) -> Finding | None:
     try:
         return check(subject)
     except Exception as error:  # noqa: BLE001  # whatever an artifact raises on valid input refutes it
@@ -160,16 +163,11 @@ def _find(check: Callable[[Subject], Finding], subject: Subject) -> Finding:
         return Finding(detail=f"{type(error).__name__}: {reason}")
 
 
-def _unchecked(name: str) -> Check:
-    reason = "needs CUDA, which is not here"
-    return Check(name=name, passed=None, measured=None, limit=None, detail=reason)
-
-
 def _row(name: str, finding: Finding) -> Check:
     return Check(
         name=name,
-        passed=not finding.detail,
+        passed=None if finding.unchecked else not finding.detail,
         measured=finding.measured if math.isfinite(finding.measured or 0.0) else None,
         limit=finding.limit if math.isfinite(finding.limit or 0.0) else None,
-        detail=finding.detail,
+        detail=finding.detail or finding.unchecked,
     )
