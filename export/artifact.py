@@ -22,6 +22,7 @@ import torch
 from onnx import numpy_helper
 from torch.export import ExportedProgram
 
+from causal_encoder.errors import BundleError
 from causal_encoder.export.prepare import INPUT, METADATA_EXTRA, OUTPUT_NAME
 from causal_encoder.serve.cpu import available_cpus
 from causal_encoder.serve.placement import CPU_PROVIDER, CUDA_OPTIONS, CUDA_PROVIDER
@@ -65,15 +66,30 @@ class Facts:
 
 
 def read_facts(path: Path, format: str) -> Facts:  # noqa: A002  # the word of the manifest
-    """Read a model file of the given format without running it."""
-    if format == "onnx":
-        return facts_of_onnx(onnx.load(path))
-    with path.open("rb") as file:
-        return facts_of_archive(file, format)
+    """Read a model file of the given format without running it.
+
+    Raises:
+        BundleError: it cannot be read.
+    """
+    try:
+        if format == "onnx":
+            return facts_of_onnx(onnx.load(path, load_external_data=False), path.parent)
+        with path.open("rb") as file:
+            return facts_of_archive(file, format)
+    except BundleError:
+        raise
+    except Exception as error:  # onnx and torch raise what they like for a file that is odd
+        reason = next(iter(str(error).splitlines()), "")
+        raise BundleError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
 
 
-def facts_of_onnx(proto: onnx.ModelProto) -> Facts:
-    """What an ONNX model with all of its data is."""
+def facts_of_onnx(proto: onnx.ModelProto, folder: Path | None = None) -> Facts:
+    """What an ONNX model is.
+
+    Args:
+        proto: the model.
+        folder: where the files are that it names; it has all of its data if not given.
+    """
     (opset,) = (entry.version for entry in proto.opset_import if entry.domain == "")
     return Facts(
         operators=Counter(node.op_type for node in proto.graph.node),
@@ -84,8 +100,7 @@ def facts_of_onnx(proto: onnx.ModelProto) -> Facts:
         output_axes=_axes(proto.graph.output[0]),
         graph=tuple(_onnx_lines(proto)),
         weights={
-            tensor.name: _digest(numpy_helper.to_array(tensor))
-            for tensor in proto.graph.initializer
+            tensor.name: _digest(_values(tensor, folder)) for tensor in proto.graph.initializer
         },
     )
 
@@ -154,6 +169,23 @@ def _onnx_lines(proto: onnx.ModelProto) -> Iterator[str]:
         yield f"tensor {tensor.name} {tensor.data_type} {list(tensor.dims)}"
     for node in graph.node:
         yield f"{node.op_type} {node.name} {_digest_of(node)}"
+
+
+def _values(tensor: onnx.TensorProto, folder: Path | None) -> Array:
+    """The array of a tensor, wherever it is.
+
+    onnx itself refuses a data file that has a second name (hard link). Here its hash was
+    checked, and what counts is that it is read from inside the bundle.
+    """
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return numpy_helper.to_array(tensor)
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    location = where["location"]
+    if folder is None or Path(location).name != location:
+        raise BundleError(f"{tensor.name} is stored in {location!r}, outside of the bundle")
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    offset, shape = int(where.get("offset", 0)), tuple(tensor.dims)
+    return np.memmap(folder / location, dtype, "r", offset, shape)
 
 
 def _digest_of(part: Any) -> str:

@@ -13,6 +13,7 @@ from causal_encoder.errors import (
     TokenOutOfRangeError,
 )
 from causal_encoder.export.artifact import OPTIMIZATION_LEVELS
+from causal_encoder.export.chunked import CHUNKED_ATTENTION
 from causal_encoder.export.prepare import INPUT, metadata, output_of, tool_versions
 from causal_encoder.export.subject import Array, Subject, grid_lengths
 from causal_encoder.export.wrapper import ATTENTION_OPSET
@@ -22,7 +23,8 @@ from causal_encoder.serve.cpu import available_cpus
 # No tensor twice: parameters and tables, and a little for the graph itself.
 SIZE_FACTOR = 1.05
 SIZE_FLOOR_BYTES = 64 * 2**10
-BYTES_PER_WEIGHT = {"fp32": 4, "fp16": 2, "bf16": 2}
+BYTES_PER_WEIGHT = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 4}
+BYTES_PER_MATRIX_WEIGHT = BYTES_PER_WEIGHT | {"int8": 1}  # of those in the layers
 
 # The versions that decide what a trace looks like.
 _TRACING_TOOLS = ("causal-encoder", "torch", "onnx", "onnxscript")
@@ -97,7 +99,9 @@ def facts_agree(subject: Subject) -> Finding:
         "ir_version": (facts.ir_version, manifest.ir_version),
         **{
             key: (facts.metadata.get(key), value)
-            for key, value in metadata(subject.model.config, manifest.precision).items()
+            for key, value in metadata(
+                subject.model.config, manifest.precision, manifest.target
+            ).items()
             if not key.endswith(".version")
         },
     }
@@ -136,7 +140,8 @@ def attention_whole(subject: Subject) -> Finding | None:
     opset, num_layers = subject.facts.opset, subject.model.config.num_layers
     if opset is None or opset < ATTENTION_OPSET:
         return None
-    count = subject.facts.operators["Attention"]
+    operators = subject.facts.operators
+    count = operators["Attention"] + operators[CHUNKED_ATTENTION]
     if count == num_layers:
         return Finding()
     return Finding(detail=f"{count} Attention operators, expected {num_layers}, one a layer")
@@ -147,10 +152,14 @@ def stored_once(subject: Subject) -> Finding | None:
     if subject.manifest.format != "onnx":
         return None  # the other archives hold code, which grows with the layers
     config = subject.model.config
-    weights = sum(tensor.numel() for tensor in subject.model.state_dict().values())
+    precision, layers = subject.manifest.precision, subject.model.blocks.state_dict().values()
+    matrices = sum(tensor.numel() for tensor in layers if tensor.dim() == 2)
+    weights = sum(tensor.numel() for tensor in subject.model.state_dict().values()) - matrices
     tables = config.max_len * config.d_model * config.has_sinusoidal
     guards = config.max_len + 3 * config.d_model
-    size = BYTES_PER_WEIGHT[subject.manifest.precision] * (weights + tables + guards)
+    scales = (4 * config.d_model + config.d_ff) * config.num_layers + config.d_model
+    size = BYTES_PER_MATRIX_WEIGHT[precision] * matrices
+    size += BYTES_PER_WEIGHT[precision] * (weights + tables + guards + scales)
     limit = SIZE_FACTOR * size + SIZE_FLOOR_BYTES
     detail = f"{subject.model_bytes:,} bytes, expected at most {int(limit):,}"
     return Finding(
@@ -183,7 +192,7 @@ def settings_agree(subject: Subject) -> Finding | None:
             subject.tick(f"{level}, {threads} threads")
             difference = subject.distance(subject.reopen(level, threads)(ids), usual)
             cases.append((difference, f"at optimisation level {level} with {threads} threads"))
-    return _largest(cases, subject.limit, "outputs move by")
+    return _largest(cases, subject.invariance_limit, "outputs move by")
 
 
 def parity(subject: Subject) -> Finding:
@@ -219,7 +228,7 @@ def causal(subject: Subject) -> Finding:
         changed[:, position:] = (changed[:, position:] + 1) % vocab_size
         difference = subject.distance(subject.run(changed)[:, :position], before[:, :position])
         cases.append((difference, f"when tokens from position {position} on change"))
-    return _largest(cases, subject.limit, "earlier outputs move by")
+    return _largest(cases, subject.invariance_limit, "earlier outputs move by")
 
 
 def batch_invariant(subject: Subject) -> Finding:
@@ -233,7 +242,7 @@ def batch_invariant(subject: Subject) -> Finding:
         )
         for row in range(len(ids))
     ]
-    return _largest(cases, subject.limit, "a row alone and in a batch differ by")
+    return _largest(cases, subject.invariance_limit, "a row alone and in a batch differ by")
 
 
 def padding_invariant(subject: Subject) -> Finding:
@@ -247,7 +256,7 @@ def padding_invariant(subject: Subject) -> Finding:
             subject.run(padded)[:, :length], subject.run(ids[:, :length].copy())
         )
         cases.append((difference, f"at length {length}, padded to {ids.shape[1]}"))
-    return _largest(cases, subject.limit, "rows move by")
+    return _largest(cases, subject.invariance_limit, "rows move by")
 
 
 def refuses_too_long(subject: Subject) -> Finding:

@@ -14,10 +14,11 @@ from causal_encoder.export.trace import trace_onnx
 from causal_encoder.export.verify import Progress
 from causal_encoder.export.wrapper import ATTENTION_OPSET, DTYPES
 from causal_encoder.model import CausalEncoder
-from causal_encoder.serve.bundle import Manifest
+from causal_encoder.serve.bundle import PRECISIONS, TARGETS, Manifest
 
 OPSETS = range(18, 24)
 DEFAULT_OPSET = 23
+_WITHOUT_KERNELS = {("int8", "cuda"), ("bf16", "cpu")}
 # A protobuf ends at 2 GiB, and readers copy one whole: above this, weights go beside it.
 SINGLE_FILE_LIMIT_BYTES = 3 * 2**29
 # Smaller tensors stay inside: shape inference of ONNX Runtime reads some of them.
@@ -30,6 +31,7 @@ def export_onnx(
     *,
     opset: int = DEFAULT_OPSET,
     precision: str = "fp32",
+    target: str = "portable",
     max_len: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -40,9 +42,13 @@ def export_onnx(
         model: the trained model; it is left as it is.
         path: folder of the bundle, made by this call.
         opset: version of the ai.onnx operator set, 18 to 23.
-        precision: "fp32", "fp16" or "bf16"; ids stay int64 and the output float32. The
-            lower ones need opset 23. bf16 runs on CUDA alone, so its numbers are checked
-            at export only where there is CUDA; the report says what was left open.
+        precision: "fp32", "fp16", "bf16" or "int8"; ids stay int64 and the output float32.
+            The lower ones need opset 23. int8 multiplies in 8-bit integers, with one scale a
+            token, and is for CPU; see export/int8.py. bf16 runs on CUDA alone, so its
+            numbers are checked at export only where there is CUDA; the report says what was
+            left open.
+        target: "portable", a graph of ai.onnx operators that every runtime reads; "cpu" or
+            "cuda", a graph that ONNX Runtime runs faster there. These need opset 23.
         max_len: longest sequence of the export; the model's own if not given. Cannot be
             changed for learned positions.
         force: replace an existing bundle.
@@ -55,25 +61,39 @@ def export_onnx(
         ExportError: an argument was refused, the file failed verification, or the folder
             cannot be written. Nothing is published then, and an old bundle stays.
     """
-    if opset not in OPSETS:
-        raise ExportError(f"opset {opset} is outside {OPSETS.start}..{OPSETS.stop - 1}")
-    if precision not in DTYPES:
-        raise ExportError(f"precision is {precision!r}, expected one of {', '.join(DTYPES)}")
-    if precision != "fp32" and opset < ATTENTION_OPSET:
-        raise ExportError(
-            f"{precision} needs opset {ATTENTION_OPSET}, whose Attention keeps its softmax in "
-            f"float32, but opset {opset} was asked for"
-        )
+    _check_form(opset, precision, target)
     prepared = prepare(model, max_len)
     _check_range(prepared, precision)
 
     def write(path: Path) -> Facts:
-        proto = trace_onnx(prepared, opset, precision)
+        proto = trace_onnx(prepared, opset, precision, target)
         facts = facts_of_onnx(proto)
         _save(proto, path)
         return facts
 
-    return publish(prepared, "onnx", precision, path, write, force=force, progress=progress)
+    return publish(prepared, "onnx", precision, target, path, write, force=force, progress=progress)
+
+
+def _check_form(opset: int, precision: str, target: str) -> None:
+    """Refuse what ONNX Runtime could not run, or would run with another arithmetic."""
+    if opset not in OPSETS:
+        raise ExportError(f"opset {opset} is outside {OPSETS.start}..{OPSETS.stop - 1}")
+    for name, value, choices in (
+        ("precision", precision, PRECISIONS),
+        ("target", target, TARGETS),
+    ):
+        if value not in choices:
+            raise ExportError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+    if opset < ATTENTION_OPSET and (precision, target) != ("fp32", "portable"):
+        raise ExportError(
+            f"{precision} for {target} needs opset {ATTENTION_OPSET}, whose Attention keeps its "
+            f"softmax in float32, but opset {opset} was asked for"
+        )
+    if (precision, target) in _WITHOUT_KERNELS:
+        raise ExportError(
+            f"ONNX Runtime has no {precision} products on {target}; choose another precision, or "
+            "target portable"
+        )
 
 
 def _check_range(model: CausalEncoder, precision: str) -> None:

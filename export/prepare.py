@@ -37,8 +37,9 @@ def prepare(model: CausalEncoder, max_len: int | None = None) -> CausalEncoder:
         max_len: the longest sequence of the export; the model's own if not given.
 
     Raises:
-        ExportError: max_len cannot be changed, or a weight is not finite.
+        ExportError: it is no CausalEncoder, max_len cannot be changed, or a weight is not finite.
     """
+    check_encoder(model)
     config = exported_config(model.config, max_len)
     try:
         with torch.device("cpu"):
@@ -54,6 +55,15 @@ def prepare(model: CausalEncoder, max_len: int | None = None) -> CausalEncoder:
             raise ExportError(f"{name} holds NaN or infinity; export a checkpoint that is whole")
     copy.load_state_dict(state)
     return copy.eval().requires_grad_(False)
+
+
+def check_encoder(model: object) -> None:
+    """Refuse another kind of module before it fails somewhere inside."""
+    if not isinstance(model, CausalEncoder):
+        raise ExportError(
+            f"model is {type(model).__name__}, expected a CausalEncoder; convert it with "
+            "causal_encoder.model.from_torch_encoder"
+        )
 
 
 @contextlib.contextmanager
@@ -78,7 +88,7 @@ def exported_config(config: EncoderConfig, max_len: int | None) -> EncoderConfig
     if length != config.max_len and config.has_learned:
         raise ExportError(
             f"max_len {length} was asked for, but the learned position table has "
-            f"{config.max_len} rows and no others were trained; leave max_len out"
+            f"{config.max_len} rows and no others were trained; leave max_len (--max-len) out"
         )
     try:
         return dataclasses.replace(config, max_len=length, dropout=0.0)
@@ -86,7 +96,7 @@ def exported_config(config: EncoderConfig, max_len: int | None) -> EncoderConfig
         raise ExportError(str(error)) from error
 
 
-def metadata(config: EncoderConfig, precision: str) -> Mapping[str, str]:
+def metadata(config: EncoderConfig, precision: str, target: str) -> Mapping[str, str]:
     """What the model file says of itself, for those who load it without the bundle."""
     return {
         "causal_encoder.version": __version__,
@@ -95,6 +105,7 @@ def metadata(config: EncoderConfig, precision: str) -> Mapping[str, str]:
         "causal_encoder.d_model": str(config.d_model),
         "causal_encoder.position": config.position,
         "causal_encoder.precision": precision,
+        "causal_encoder.target": target,
     }
 
 
@@ -102,7 +113,7 @@ def extra_files(config: EncoderConfig) -> dict[str, str]:
     """The same and the config, as the extra files of TorchScript and .pt2 archives."""
     return {
         CONFIG_EXTRA: json.dumps(config.to_dict()),
-        METADATA_EXTRA: json.dumps(metadata(config, "fp32")),
+        METADATA_EXTRA: json.dumps(metadata(config, "fp32", "portable")),
     }
 
 

@@ -46,4 +46,6 @@ def export_program(
         path.write_bytes(archive)
         return facts_of_archive(io.BytesIO(archive), "program")
 
-    return publish(prepared, "program", "fp32", path, write, force=force, progress=progress)
+    return publish(
+        prepared, "program", "fp32", "portable", path, write, force=force, progress=progress
+    )

@@ -35,6 +35,7 @@ def publish(
     model: CausalEncoder,
     format: str,  # noqa: A002  # the word of the manifest and of the command
     precision: str,
+    target: str,
     path: str | os.PathLike[str],
     write: Callable[[Path], Facts],
     *,
@@ -47,6 +48,7 @@ def publish(
         model: the prepared model that `write` exports.
         format: "onnx", "torchscript" or "program".
         precision: type of the weights in the file.
+        target: what the graph is written for.
         path: folder of the bundle.
         write: writes the model file to the path it is given, and tells what it traced.
         force: replace an existing bundle.
@@ -59,16 +61,16 @@ def publish(
         ExportError: the target is taken, verification failed, or writing failed.
     """
     try:
-        target = Path(path).resolve()
+        place = Path(path).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a link to itself, a zero byte, ..
         raise ExportError(f"{path} cannot be written: {error}") from error
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        restore(target)
-        _check_target(target, force)
-        with _staging(target) as folder:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        restore(place)
+        _check_target(place, force)
+        with _staging(place) as folder:
             traced = _written(write, folder / MODEL_FILES[format])
-            manifest = _describe(folder, format, precision, model)
+            manifest = _describe(folder, format, precision, target, model)
             _write_manifest(folder, manifest)
             device = "auto" if precision == "bf16" else "cpu"
             report = verify_prepared(folder, model, device, progress, traced)
@@ -77,9 +79,9 @@ def publish(
             manifest = dataclasses.replace(manifest, parity=report.to_dict())
             _write_manifest(folder, manifest)
             _flush(folder)
-            _move_into_place(folder, target, force)
+            _move_into_place(folder, place, force)
     except OSError as error:
-        raise ExportError(f"{error.filename or target}: {error.strerror or error}") from error
+        raise ExportError(f"{error.filename or place}: {error.strerror or error}") from error
     return manifest
 
 
@@ -98,6 +100,7 @@ def _describe(
     folder: Path,
     format: str,  # noqa: A002
     precision: str,
+    target: str,
     model: CausalEncoder,
 ) -> Manifest:
     facts = read_facts(folder / MODEL_FILES[format], format)
@@ -105,6 +108,7 @@ def _describe(
         format=format,
         config=model.config.to_dict(),
         precision=precision,
+        target=target,
         inputs=(INPUT,),
         outputs=(output_of(model.config),),
         operators=dict(sorted(facts.operators.items())),
@@ -132,7 +136,9 @@ def _check_target(target: Path, force: bool) -> None:
     if not _is_bundle(target):
         raise ExportError(f"{target} exists and is not a bundle; choose another path")
     if not force:
-        raise ExportError(f"{target} exists; pass --force to replace it, or choose another path")
+        raise ExportError(
+            f"{target} exists; pass force=True (--force) to replace it, or choose another path"
+        )
 
 
 def _is_bundle(folder: Path) -> bool:

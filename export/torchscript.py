@@ -52,4 +52,6 @@ def export_torchscript(
         path.write_bytes(archive)
         return facts_of_archive(io.BytesIO(archive), "torchscript")
 
-    return publish(prepared, "torchscript", "fp32", path, write, force=force, progress=progress)
+    return publish(
+        prepared, "torchscript", "fp32", "portable", path, write, force=force, progress=progress
+    )

@@ -8,27 +8,37 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import onnx
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from causal_encoder.export.chunked import chunk_attention
+from causal_encoder.export.fused_cuda import fuse_bias_gelus, fuse_residual_norms
+from causal_encoder.export.int8 import quantize_products
 from causal_encoder.export.prepare import INPUT, OUTPUT_NAME, extra_files, metadata
 from causal_encoder.export.wrapper import DTYPES, OnnxEncoder
 from causal_encoder.model import CausalEncoder
 
+# What is done to the plain graph for a target, in this order.
+_REWRITES: Mapping[str, tuple[Callable[[onnx.ModelProto], None], ...]] = {
+    "portable": (),
+    "cpu": (chunk_attention,),
+    "cuda": (fuse_residual_norms, fuse_bias_gelus),
+}
 IR_VERSION = 10  # readable by every ONNX Runtime we support; onnx's own default is not
 
 
-def trace_onnx(model: CausalEncoder, opset: int, precision: str) -> onnx.ModelProto:
+def trace_onnx(model: CausalEncoder, opset: int, precision: str, target: str) -> onnx.ModelProto:
     """The ONNX graph of a model, its limits in its metadata.
 
     Args:
         model: a prepared model.
         opset: version of the ai.onnx operator set.
         precision: type of the weights.
+        target: what the graph is written for, see TARGETS in serve/bundle.py.
     """
     # No upper bound on the axes: the guard row makes T = L + 1 a valid shape.
     axes = {0: Dim(str(INPUT.axes[0])), 1: Dim(str(INPUT.axes[1]))}
@@ -47,7 +57,11 @@ def trace_onnx(model: CausalEncoder, opset: int, precision: str) -> onnx.ModelPr
     proto = program.model_proto
     proto.ir_version = IR_VERSION
     _strip_traces(proto)
-    for key, value in metadata(model.config, precision).items():
+    if precision == "int8":
+        quantize_products(proto)
+    for rewrite in _REWRITES[target]:
+        rewrite(proto)
+    for key, value in metadata(model.config, precision, target).items():
         proto.metadata_props.add(key=key, value=value)
     return proto
 

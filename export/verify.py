@@ -13,7 +13,7 @@ from typing import Any
 from causal_encoder.errors import BundleError, ConfigError
 from causal_encoder.export.artifact import Facts
 from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS, CheckFunction, Finding
-from causal_encoder.export.prepare import exact_arithmetic, exported_config, prepare
+from causal_encoder.export.prepare import check_encoder, exact_arithmetic, exported_config, prepare
 from causal_encoder.export.subject import Subject, count_ticks, open_subject
 from causal_encoder.model import CausalEncoder, EncoderConfig
 from causal_encoder.serve import open_bundle
@@ -97,8 +97,10 @@ def verify(
 
     Raises:
         BundleError: the bundle is damaged.
+        ExportError: model is no CausalEncoder.
         DeviceError: "cuda" was asked for and cannot be used here.
     """
+    check_encoder(model)
     with open_bundle(bundle) as opened:
         manifest = opened.manifest
     try:

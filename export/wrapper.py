@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from causal_encoder.model.encoder import Block, CausalEncoder, multi_head_attention
 from causal_encoder.model.positions import sinusoidal_table
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# int8 is traced in float32; export/int8.py then replaces its matrices.
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.float32,
+}
 ATTENTION_OPSET = 23  # the first with ai.onnx Attention
 
 

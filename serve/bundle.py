@@ -19,10 +19,12 @@ from causal_encoder.errors import BundleError
 from causal_encoder.serve.folder import locked, restore
 
 MANIFEST_FILE = "manifest.json"
+CHECKPOINT_FILE = "config.json"
 SCHEMA_VERSION = 1
 FORMATS = ("onnx", "torchscript", "program")
 MODEL_FILES = {"onnx": "model.onnx", "torchscript": "model.pt", "program": "model.pt2"}
-PRECISIONS = ("fp32", "fp16", "bf16")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+TARGETS = ("portable", "cpu", "cuda")
 _MANIFEST_LIMIT_BYTES = 4 * 2**20  # ours are about 10 KiB
 _CHUNK_BYTES = 2**20
 _REPORT_ROW = {"name", "passed", "measured", "limit", "detail"}
@@ -52,7 +54,9 @@ class Manifest:
     Attributes:
         format: "onnx", "torchscript" or "program".
         config: the EncoderConfig fields, with max_len as exported.
-        precision: type of the weights and of the arithmetic, "fp32", "fp16" or "bf16".
+        precision: type of the weights and of the arithmetic, one of PRECISIONS.
+        target: what the graph is written for: "portable" is ai.onnx alone, "cpu" and "cuda"
+            are for those execution providers of ONNX Runtime.
         inputs, outputs: names, dtypes and axes.
         operators: number of operators of each type in the model file.
         opset, ir_version, min_onnxruntime: for onnx: versions of the file, and the oldest
@@ -66,6 +70,7 @@ class Manifest:
     format: str
     config: Mapping[str, Any]
     precision: str
+    target: str
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     operators: Mapping[str, int]
@@ -175,7 +180,13 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if not path.exists():
-        raise BundleError(f"{path} is missing; {folder} is not a bundle")
+        if (folder / CHECKPOINT_FILE).exists():
+            raise BundleError(
+                f"{folder} is a checkpoint, not a bundle; pass the folder with {MANIFEST_FILE}"
+            )
+        raise BundleError(
+            f"{path} is missing, so {folder} is not a bundle; pass another folder, or export again"
+        )
     _check_regular(path)
     if path.stat().st_size > _MANIFEST_LIMIT_BYTES:
         raise BundleError(f"{path} is over {_MANIFEST_LIMIT_BYTES} bytes")
@@ -283,6 +294,7 @@ class _Reader:
             format=self.choice(fields, "format", FORMATS),
             config=self.config(fields["config"]),
             precision=self.choice(fields, "precision", PRECISIONS),
+            target=self.choice(fields, "target", TARGETS),
             inputs=self.tensors(fields, "inputs"),
             outputs=self.tensors(fields, "outputs"),
             operators={

@@ -1,7 +1,12 @@
 """What every test shares: versions in the header, fixed seeds, the gpu marker, one small model."""
 
+import contextlib
+import functools
+import importlib
 import platform
+from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 import hypothesis
 import pytest
@@ -42,6 +47,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _operators_are_read_once() -> Iterator[None]:
+    """torch reads its table of ONNX operators anew for each export, half a second a time."""
+    export = torch.onnx.export
+
+    def quicker(*args: Any, **options: Any) -> Any:
+        with contextlib.suppress(ImportError, AttributeError):  # it is not public
+            module = importlib.import_module("torch.onnx._internal.exporter._registration")
+            if not hasattr(module.ONNXRegistry.from_torchlib, "cache_info"):
+                read = functools.cache(module.ONNXRegistry.from_torchlib)
+                module.ONNXRegistry.from_torchlib = staticmethod(read)
+        return export(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.onnx, "export", quicker)
+        yield
 
 
 @pytest.fixture(autouse=True)

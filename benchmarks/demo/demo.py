@@ -23,7 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from train import UNIFORM_BITS, VOCAB_SIZE, bits_per_byte, read_text, train
 
-from causal_encoder.bench import latency_table, run_benchmark
+from causal_encoder.bench import run_benchmark
+from causal_encoder.bench_report import latency_table
 from causal_encoder.errors import CausalEncoderError
 from causal_encoder.export import export_onnx, export_torchscript
 from causal_encoder.model import CausalEncoder, EncoderConfig, save_checkpoint
@@ -71,20 +72,24 @@ def main(console: Console) -> bool:
         _compare(position, model, manifests[position, "onnx"], held_out, console)
         for position, model in models.items()
     ]
+    for position, model in models.items():
+        _compare_int8(position, model, held_out, console)
 
     console.print("\n[bold]4. Measure[/] latency; each contestant has its own process.")
     with _progress(console, "measuring") as progress:
         benchmark = run_benchmark(
-            FOLDER / "sinusoidal" / "onnx",
+            [FOLDER / "sinusoidal" / "onnx"],
             FOLDER / "sinusoidal" / "checkpoint",
             batch_sizes=(1, 8),
             seq_lens=SEQ_LENS,
             against=("eager", "torchscript"),
             progress=progress,
         )
-    console.print(latency_table(benchmark))
     if benchmark.warning:
         console.print(benchmark.warning, style="yellow")
+    console.print(latency_table(benchmark))
+    for crossover in benchmark.crossovers:
+        console.print(crossover.text, highlight=False)
     plot_latency(benchmark, FOLDER / "latency.png")
 
     _print_ending(console)
@@ -129,9 +134,15 @@ def _verification_table(manifests: Mapping[tuple[str, str], Manifest]) -> Table:
     table.add_column("check", no_wrap=True)
     for position, format in manifests:  # noqa: A001  # the word of the manifest
         table.add_column(f"{position}\n{format}", justify="right")
-    reports = [manifest.parity or {"checks": []} for manifest in manifests.values()]
-    for rows in zip(*(report["checks"] for report in reports), strict=True):
-        table.add_row(rows[0]["name"], *map(_verdict, rows))
+    reports = [
+        {check["name"]: check for check in (manifest.parity or {"checks": []})["checks"]}
+        for manifest in manifests.values()
+    ]
+    for name in dict.fromkeys(name for report in reports for name in report):
+        # A check that does not apply to a format is no row of its report.
+        table.add_row(
+            name, *(_verdict(report[name]) if name in report else "" for report in reports)
+        )
     table.add_section()
     longest = [f"{manifest.max_len}" for manifest in manifests.values()]
     table.add_row("longest sequence", *longest)
@@ -169,6 +180,23 @@ def _compare(
     if not explained.all():
         console.print(f"[red]{(~explained).sum()} differ by more than rounding explains[/]")
     return bool(explained.all())
+
+
+def _compare_int8(position: str, model: CausalEncoder, text: bytes, console: Console) -> None:
+    """The same guesses with matrix products in 8-bit integers."""
+    folder = FOLDER / position / "onnx-int8"
+    with _progress(console, f"exporting, {position}, int8") as progress:
+        export_onnx(model, folder, precision="int8", target="cpu", force=True, progress=progress)
+    ids = np.frombuffer(text, np.uint8)[: AGREEMENT_PIECES * TRAINED_LEN].reshape(-1, TRAINED_LEN)
+    embedding = model.token_embedding.weight.detach().numpy()
+    guesses = [
+        _logits(EncoderSession(path, "cpu").run(ids), embedding).argmax(-1)
+        for path in (FOLDER / position / "onnx", folder)
+    ]
+    same = float((guesses[0] == guesses[1]).mean())
+    console.print(
+        f"{position}: int8 and fp32 agree on [bold]{same:.2%}[/] of {guesses[0].size:,} guesses"
+    )
 
 
 def _logits(hidden: Floats, embedding: Floats) -> Floats:
@@ -235,7 +263,9 @@ def _print_ending(console: Console) -> None:
     console.print("\n[bold]Made[/]")
     folder = FOLDER.relative_to(ROOT)
     for position in EXPORTED_LEN:
-        console.print(f"  {folder}/{position}/  checkpoint, onnx, torchscript, positions.png")
+        console.print(
+            f"  {folder}/{position}/  checkpoint, onnx, onnx-int8, torchscript, positions.png"
+        )
     console.print(f"  {folder}/latency.png")
     console.print("[bold]Try next[/], in the folder of the repository")
     tool = _command_line_tool()

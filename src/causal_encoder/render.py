@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 _RESULTS = {True: "[green]proven[/]", False: "[red]refuted[/]", None: "[yellow]unchecked[/]"}
+_CHECKS_IN_BYTES = {"stored once"}
 
 
 def summary(manifest: "Manifest") -> str:
@@ -42,12 +43,15 @@ def print_report(report: "Report", console: Console) -> None:
         table.add_column(heading, justify="right" if heading in ("measured", "limit") else "left")
     for check in report.checks:
         result = _RESULTS[check.passed]
-        numbers = ("" if n is None else f"{n:.3g}" for n in (check.measured, check.limit))
+        shown = "{:,.0f} bytes" if check.name in _CHECKS_IN_BYTES else "{:.3g}"
+        numbers = ("" if n is None else shown.format(n) for n in (check.measured, check.limit))
         table.add_row(check.name, result, *numbers)
     console.print(table)
     for check in report.checks:
         if check.passed is False:
             console.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
+    if report.proven:
+        console.print(f"proven: {len(report.checks)} checks", highlight=False)
 
 
 def print_findings(findings: "Sequence[Finding]", console: Console) -> None:
@@ -55,8 +59,9 @@ def print_findings(findings: "Sequence[Finding]", console: Console) -> None:
     for finding in findings:
         level = Text(f"{finding.level:<9}", _LEVEL_STYLES[finding.level])
         fix = f"; fix: {finding.fix}" * bool(finding.fix)
+        line = " ".join(f"{finding.what} ({finding.why}){fix}".split())  # a path may hold breaks
         # No markup and no wrapping: the fixes hold brackets, and are there to be copied.
-        console.print(level + f"{finding.what} ({finding.why}){fix}", soft_wrap=True)
+        console.print(level + line, soft_wrap=True)
 
 
 def print_manifest(name: str, manifest: "Manifest", console: Console) -> None:
@@ -73,7 +78,7 @@ def print_manifest(name: str, manifest: "Manifest", console: Console) -> None:
 def _manifest_rows(manifest: "Manifest") -> Iterator[tuple[str, str]]:
     versions = f"opset {manifest.opset}, IR {manifest.ir_version}, " if manifest.opset else ""
     oldest = f", ONNX Runtime {manifest.min_onnxruntime} or later" * bool(manifest.min_onnxruntime)
-    yield "format", f"{manifest.format}, {versions}{manifest.precision}{oldest}"
+    yield "format", f"{manifest.format}, {versions}{manifest.precision}, {manifest.target}{oldest}"
     for kind, tensors in (("input", manifest.inputs), ("output", manifest.outputs)):
         for tensor in tensors:
             yield kind, f"{tensor.name} {tensor.dtype} ({', '.join(map(str, tensor.axes))})"

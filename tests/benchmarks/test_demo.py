@@ -71,6 +71,7 @@ def test_the_head_is_the_scaled_embedding(train: ModuleType) -> None:
     np.testing.assert_allclose(train.next_byte_logits(hidden, embedding), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_demo_ends_with_bundles_pictures_and_agreement(
     demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

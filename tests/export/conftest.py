@@ -18,7 +18,7 @@ Exported = tuple[CausalEncoder, Path]
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Exported]:
     """(format, position) -> the model and its bundle, exported once a session."""
     cache: dict[tuple[str, str], Exported] = {}
-    root = tmp_path_factory.mktemp("bundles")
+    root = tmp_path_factory.mktemp("a b é日本")  # so that no format needs paths in ASCII
 
     def get(kind: str, position: str) -> Exported:
         key = (kind, position)

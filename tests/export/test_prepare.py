@@ -1,9 +1,13 @@
 """What every export starts from."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
 from causal_encoder.errors import ExportError
+from causal_encoder.export import export_onnx, verify
 from causal_encoder.export.prepare import exported_config, prepare
 from tests.bundles import small_model
 
@@ -31,6 +35,13 @@ def test_half_precision_weights_are_widened_exactly() -> None:
     weight = prepared.token_embedding.weight
     assert weight.dtype == torch.float32
     assert torch.equal(weight, model.token_embedding.weight.float())
+
+
+def test_another_kind_of_module_is_refused_by_its_name(tmp_path: Path) -> None:
+    other = torch.nn.Linear(2, 2)
+    for call in (prepare, partial(export_onnx, path=tmp_path / "b"), partial(verify, tmp_path)):
+        with pytest.raises(ExportError, match="Linear, expected a CausalEncoder"):
+            call(other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -46,9 +46,49 @@ def test_what_eager_refuses_the_program_refuses(
     assert program(torch.zeros(1, 17, dtype=torch.int64)).shape == (1, 17, 12)
 
 
-@pytest.mark.parametrize("max_len", [1, 2, 3, 4])
-def test_short_limits_are_exact(max_len: int, tmp_path: Path) -> None:
-    export_program(small_model(max_len=max_len), tmp_path / "bundle")
+def test_an_empty_batch_gives_an_empty_result(exported: Callable[[str, str], Exported]) -> None:
+    _, bundle = exported("program", "sinusoidal")
+    program = torch.export.load(bundle / "model.pt2").module()
+    assert program(torch.zeros(0, 5, dtype=torch.int64)).shape == (0, 5, 12)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_no_device_is_written_into_the_file(
+    position: str, exported: Callable[[str, str], Exported]
+) -> None:
+    _, bundle = exported("program", position)
+    program = torch.export.load(bundle / "model.pt2")
+    for node in program.graph_module.graph.nodes:
+        devices = [arg for arg in (*node.args, *node.kwargs.values()) if _is_device(arg)]
+        assert devices == [], node.format_node()
+    moved = program.module().to("meta")
+    hidden = moved(torch.zeros(2, 5, dtype=torch.int64, device="meta"))
+    assert hidden.device.type == "meta"
+    assert hidden.shape == (2, 5, 12)
+
+
+def _is_device(argument: object) -> bool:
+    return isinstance(argument, torch.device) or argument in ("cpu", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("position", POSITIONS)
+def test_the_program_runs_on_cuda(position: str, exported: Callable[[str, str], Exported]) -> None:
+    model, bundle = exported("program", position)
+    ids = torch.arange(24).reshape(2, 12) % 13
+    program = torch.export.load(bundle / "model.pt2").module().to("cuda")
+    hidden = program(ids.to("cuda"))
+    assert hidden.device.type == "cuda"
+    torch.testing.assert_close(hidden.cpu(), model(ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("max_len", "position"),
+    [(1, "sinusoidal"), (1, "learned"), (1, "none"), (2, "learned"), (3, "sinusoidal")],
+)
+def test_short_limits_are_exact(max_len: int, position: str, tmp_path: Path) -> None:
+    model = small_model(max_len=max_len, position=position, num_layers=1)
+    export_program(model, tmp_path / "bundle")
     program = torch.export.load(tmp_path / "bundle" / "model.pt2").module()
     for length in range(1, max_len + 1):
         assert program(torch.zeros(5, length, dtype=torch.int64)).shape == (5, length, 12)

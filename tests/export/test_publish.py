@@ -16,10 +16,10 @@ import torch
 
 import causal_encoder.export.publish as publish_module
 from causal_encoder.errors import ExportError
-from causal_encoder.export import export_torchscript, verify
+from causal_encoder.export import Report, export_torchscript, verify
 from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS, Finding
 from causal_encoder.serve import open_bundle
-from tests.bundles import small_model
+from tests.bundles import EXPORTERS, small_model
 
 OLD, NEW = small_model(position="learned"), small_model(position="sinusoidal")
 
@@ -37,7 +37,9 @@ def test_the_manifest_holds_the_report_made_before_publishing(tmp_path: Path) ->
     manifest = export_torchscript(OLD, tmp_path / "bundle")
     assert manifest.parity is not None
     assert manifest.parity["verdict"] == "proven"
-    assert [row["name"] for row in manifest.parity["checks"]] == [*FILE_CHECKS, *RUN_CHECKS]
+    names = [row["name"] for row in manifest.parity["checks"]]
+    about_onnx = ("attention", "stored once", "settings")
+    assert names == [name for name in FILE_CHECKS | RUN_CHECKS if name not in about_onnx]
     assert manifest.tools["torch"] == torch.__version__
     with open_bundle(tmp_path / "bundle") as opened:
         assert opened.manifest == manifest
@@ -51,12 +53,32 @@ def test_parent_folders_are_made_and_nothing_is_left_beside_the_bundle(tmp_path:
 
 def test_a_bundle_is_replaced_only_if_that_was_asked_for(tmp_path: Path) -> None:
     export_torchscript(OLD, tmp_path / "bundle")
-    with pytest.raises(ExportError, match="exists; pass --force"):
+    with pytest.raises(ExportError, match=r"exists; pass force=True \(--force\)"):
         export_torchscript(NEW, tmp_path / "bundle")
     assert position_of(tmp_path / "bundle") == "learned"
     export_torchscript(NEW, tmp_path / "bundle", force=True)
     assert position_of(tmp_path / "bundle") == "sinusoidal"
     assert names_in(tmp_path) == ["bundle"]
+
+
+@pytest.mark.parametrize("kind", ["torchscript", "program"])  # for onnx see test_onnx.py
+def test_no_weight_is_stored_twice_and_a_second_export_leaves_no_more_than_the_first(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is one that two layers share stored more than twice."""
+    unverified = Report(format=kind, device="cpu", checks=())
+    monkeypatch.setattr(publish_module, "verify_prepared", lambda *_: unverified)
+    model = small_model(d_model=96, d_ff=1000, position="sinusoidal+learned")
+    model.blocks[1] = model.blocks[0]
+    weights = sum(4 * tensor.numel() for tensor in model.state_dict().values())
+    sizes = []
+    for _ in range(2):
+        EXPORTERS[kind](model, tmp_path / "bundle", force=True)
+        assert names_in(tmp_path) == ["bundle"]
+        found = {path.name: path.stat().st_size for path in (tmp_path / "bundle").iterdir()}
+        assert sum(found.values()) < 1.05 * weights + 2**16
+        sizes.append(found)
+    assert sizes[0] == sizes[1]
 
 
 def empty_folder(target: Path) -> None:

@@ -19,7 +19,7 @@ import onnx
 import pytest
 
 from causal_encoder.errors import BundleError
-from causal_encoder.export import export_onnx, export_torchscript
+from causal_encoder.export import export_onnx, export_torchscript, verify
 from causal_encoder.model import save_checkpoint
 from causal_encoder.serve import EncoderSession, open_bundle
 from tests.bundles import reseal, small_model
@@ -103,6 +103,23 @@ def test_a_hard_linked_data_file_is_as_good_as_a_copy(split: Path, opener: Opene
     assert opener.open(split) == {"outcome": "answered", "detail": ""}
 
 
+def test_a_hard_linked_data_file_is_verified_like_a_copy(
+    split: Path, exported: Callable[[str, str], Exported]
+) -> None:
+    os.link(split / DATA, split.parent / "outside")
+    report = verify(split, exported("onnx", "learned")[0], device="cpu")
+    assert report.first_failure == ""
+
+
+def test_weights_outside_the_bundle_are_not_read_to_verify_them(
+    split: Path, exported: Callable[[str, str], Exported]
+) -> None:
+    shutil.copy(split / DATA, split.parent / "outside")
+    change_entries(split, every=False, location="../outside")
+    with pytest.raises(BundleError, match="outside of the bundle"):
+        verify(split, exported("onnx", "learned")[0], device="cpu")
+
+
 @pytest.mark.parametrize("field", ["offset", "length"])
 @pytest.mark.parametrize(
     "value",
@@ -124,6 +141,27 @@ def test_weights_that_reach_one_byte_over_the_end_are_refused(split: Path, opene
     assert opener.open(split)["outcome"] == "BundleError"
     change_entries(split, every=False, offset=str(size - 1))
     assert opener.open(split)["outcome"] == "BundleError"
+
+
+@pytest.mark.parametrize("kind", ["onnx", "torchscript", "program"])
+def test_a_file_of_any_format_cut_at_any_length_is_refused_by_name(
+    kind: str, exported: Callable[[str, str], Exported], split: Path, tmp_path: Path
+) -> None:
+    """By its size, before a parser can say that it understands nothing."""
+    bundle = split
+    if kind != "onnx":
+        bundle = shutil.copytree(exported(kind, "learned")[1], tmp_path / "copy")
+    for path in sorted(bundle.glob("model.*")):
+        content = path.read_bytes()
+        size = len(content)
+        for length in sorted({0, 1, *range(size // 20, size, size // 20), size - 1}):
+            path.write_bytes(content[:length])
+            with pytest.raises(BundleError) as caught, open_bundle(bundle):
+                pass
+            assert str(caught.value).startswith(f"{path} has {length} bytes, expected {size}")
+        path.write_bytes(content)
+    with open_bundle(bundle):
+        pass
 
 
 def zeros(bundle: Path) -> None:
@@ -241,6 +279,7 @@ FULL = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full_is_named_and_the_old_bundle_stays(tmp_path: Path) -> None:
     mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=600k none "$0" && exec "$@"']
     disk = tmp_path / "disk"

@@ -388,13 +388,13 @@ def test_weights_that_overflow_in_the_norms_are_not_exported(kind: str, tmp_path
     """Eager's own error is no measure here: it answers zeros and NaN."""
     model = small_model(position="none")
     model.token_embedding.weight.data *= 1e20
-    with pytest.raises(ExportError, match="(parity|finite) is refuted"):
+    with pytest.raises(ExportError, match=r"(parity|finite) is refuted"):
         EXPORTERS[kind](model, tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("kind", EXPORTERS)
 def test_weights_that_overflow_are_not_exported(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="(parity|finite) is refuted"):
+    with pytest.raises(ExportError, match=r"(parity|finite) is refuted"):
         EXPORTERS[kind](overflowing_model(), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 

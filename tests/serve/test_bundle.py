@@ -558,6 +558,7 @@ TOP_LEVEL = (
     "format",
     "config",
     "precision",
+    "target",
     "inputs",
     "outputs",
     "operators",
@@ -597,6 +598,7 @@ NOT_A_HASH = (None, 1, "", "0" * 63, "0" * 65, "g" * 64, "A" * 64, "0" * 63 + "\
 BAD_FIELDS: list[tuple[str, str, tuple[Any, ...]]] = [
     # where, what the message names, values
     ("format", "format", (*NOT_TEXT, "", "ONNX", "tflite", "../onnx")),
+    ("target", "target", (*NOT_TEXT, "", "CPU", "gpu")),
     ("precision", "precision", (*NOT_TEXT, "", "FP32", "fp64")),
     ("max_len", "max_len", (*NOT_A_COUNT, 23, 25)),
     ("vocab_size", "vocab_size", (*NOT_A_COUNT, 36, 38)),

@@ -19,6 +19,7 @@ def write_bundle(folder: Path, min_onnxruntime: str | None) -> Path:
         format="onnx",
         config={"vocab_size": 3, "max_len": 4, "d_model": 2, "position": "none"},
         precision="fp32",
+        target="portable",
         inputs=(Tensor(name="input_ids", dtype="int64", axes=("batch", "sequence")),),
         outputs=(Tensor(name="hidden", dtype="float32", axes=("batch", "sequence", 2)),),
         operators={},

@@ -1,0 +1,153 @@
+"""Attention in chunks is the same attention: at every boundary, with bad ids, and in memory."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from causal_encoder.export import export_onnx, verify
+from causal_encoder.export.artifact import OPTIMIZATION_LEVELS
+from causal_encoder.export.chunked import CHUNKED_ATTENTION, PLAIN_UP_TO
+from causal_encoder.export.prepare import prepare
+from causal_encoder.export.trace import trace_onnx
+from causal_encoder.model import CausalEncoder
+from tests.bundles import small_model
+
+MAX_LEN = 1300
+LENGTHS = (1, 2, 127, 255, 256, 257, 300, 384, 385, 511, 513, 640, 1024, 1025, 1279, 1280, 1300)
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalEncoder:
+    return small_model(max_len=MAX_LEN, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def file(model: CausalEncoder) -> bytes:
+    with torch.no_grad():
+        return trace_onnx(prepare(model), 23, "fp32", "cpu").SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def session(file: bytes) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+
+
+def random_ids(*shape: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
+    return np.random.default_rng(0).integers(0, 13, shape, np.int64)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_length_equals_eager(
+    length: int, model: CausalEncoder, session: onnxruntime.InferenceSession
+) -> None:
+    ids = random_ids(2, length)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).numpy()
+    (found,) = session.run(None, {"input_ids": ids})
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_a_later_token_moves_no_earlier_output_in_any_chunk(
+    session: onnxruntime.InferenceSession,
+) -> None:
+    ids = random_ids(1, 700)
+    (before,) = session.run(None, {"input_ids": ids})
+    for position in (1, 127, 128, 129, 383, 384, 572, 573, 699):
+        changed = ids.copy()
+        changed[:, position:] = (changed[:, position:] + 1) % 13
+        (after,) = session.run(None, {"input_ids": changed})
+        np.testing.assert_array_equal(after[:, :position], before[:, :position])
+        assert (after[:, position] != before[:, position]).any()
+
+
+@pytest.mark.parametrize("level", OPTIMIZATION_LEVELS)
+def test_a_bad_id_is_nan_from_there_on_in_every_later_chunk(level: str, file: bytes) -> None:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = OPTIMIZATION_LEVELS[level]
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    for column in (0, 130, 599):
+        ids = random_ids(2, 600)
+        ids[0, column] = 13
+        (hidden,) = session.run(None, {"input_ids": ids})
+        assert np.isnan(hidden[0, column:]).all()
+        assert np.isfinite(hidden[1]).all()
+
+
+def test_a_sequence_over_the_limit_is_never_answered(session: onnxruntime.InferenceSession) -> None:
+    (hidden,) = session.run(None, {"input_ids": random_ids(1, MAX_LEN + 1)})
+    assert np.isnan(hidden[:, MAX_LEN]).all()
+    with pytest.raises(Exception, match="broadcast"):
+        session.run(None, {"input_ids": random_ids(1, MAX_LEN + 2)})
+
+
+def test_the_runtime_has_nothing_to_warn_of(file: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    for length in (1, 300, 1200):
+        session.run(None, {"input_ids": random_ids(2, length)})
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+def test_each_precision_is_proven_in_chunks(precision: str, tmp_path: Path) -> None:
+    model = small_model(max_len=PLAIN_UP_TO + 3, num_layers=1)
+    manifest = export_onnx(model, tmp_path / "b", precision=precision, target="cpu")
+    assert manifest.target == "cpu"
+    assert manifest.parity is not None
+    assert manifest.parity["verdict"] == "proven"
+    if precision == "fp32":
+        assert verify(tmp_path / "b", model, device="cpu").proven
+
+
+def test_a_layer_has_as_many_operators_as_ever() -> None:
+    """More of them is a regression, fewer an improvement to be written down here."""
+
+    def count(num_layers: int) -> Counter[str]:
+        model = prepare(small_model(num_layers=num_layers))
+        with torch.no_grad():
+            nodes = trace_onnx(model, 23, "fp32", "cpu").graph.node
+        return Counter(node.op_type for node in nodes)
+
+    layer = count(2)
+    layer.subtract(count(1))
+    assert {name: number for name, number in layer.items() if number} == {
+        "LayerNormalization": 2,
+        "MatMul": 4,
+        "Add": 6,
+        "Split": 1,
+        CHUNKED_ATTENTION: 1,
+        "Gelu": 1,
+    }
+
+
+PEAK = """
+import sys, numpy, onnxruntime
+def resident(key):
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key)) / 1024
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads = 1
+session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+before = resident("VmRSS:")
+session.run(None, {"input_ids": numpy.zeros((1, int(sys.argv[2])), numpy.int64)})
+print(resident("VmHWM:") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) -> None:
+    """The plain operator keeps 8 heads x 4096 x 4096 scores, which are 537 MB."""
+    model = prepare(small_model(max_len=4096, num_layers=1, d_model=16, num_heads=8))
+    with torch.no_grad():
+        proto = trace_onnx(model, 23, "fp32", "cpu")
+    (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
+
+    def peak_mib(length: int) -> float:
+        command = [sys.executable, "-c", PEAK, str(tmp_path / "model.onnx"), str(length)]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert peak_mib(4096) < 150
