@@ -1,5 +1,7 @@
 """Pictures: they are whole image files, they show their subject, and nothing is half written."""
 
+import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from causal_encoder.bench import Benchmark
 from causal_encoder.errors import CausalEncoderError, ConfigError
-from causal_encoder.plots import plot_latency, plot_positions
+from causal_encoder.plots import plot_latency, plot_positions, spread
 from tests.bundles import small_model
 from tests.test_bench import drawn
 
@@ -20,6 +22,13 @@ def pixels(path: Path) -> npt.NDArray[np.uint32]:
     """(height, width), each pixel's red, green, blue and alpha as one number."""
     channels = np.asarray(matplotlib.image.imread(path))
     return np.ascontiguousarray(channels * 255, dtype=np.uint8).view(np.uint32)[..., 0]
+
+
+def svg_size(path: Path) -> tuple[float, float]:
+    """Width and height."""
+    found = re.search(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', path.read_text())
+    assert found is not None
+    return float(found[1]), float(found[2])
 
 
 @pytest.fixture
@@ -48,9 +57,48 @@ def test_a_model_without_positions_has_none_to_draw(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_latency_is_drawn(benchmark: Benchmark, tmp_path: Path) -> None:
+def test_latency_and_ratios_are_drawn(benchmark: Benchmark, tmp_path: Path) -> None:
     plot_latency(benchmark, tmp_path / "latency.png")
-    assert min(pixels(tmp_path / "latency.png").shape) > 500
+    image = pixels(tmp_path / "latency.png")
+    assert min(image.shape) > 500
+    assert len(np.unique(image)) > 100
+
+
+def test_one_contestant_alone_has_no_ratios_to_draw(benchmark: Benchmark, tmp_path: Path) -> None:
+    alone = dataclasses.replace(
+        benchmark, contestants=benchmark.contestants[:1], rows=benchmark.rows[::2], crossovers=()
+    )
+    plot_latency(alone, tmp_path / "alone.svg")
+    plot_latency(benchmark, tmp_path / "both.svg")
+    heights = [svg_size(tmp_path / f"{name}.svg")[1] for name in ("alone", "both")]
+    assert heights[0] < heights[1]
+
+
+@pytest.mark.parametrize("factor", [1.0, 100.0], ids=["near", "far"])
+def test_many_contestants_batch_sizes_and_a_single_length_are_drawn(
+    factor: float, benchmark: Benchmark, tmp_path: Path
+) -> None:
+    first, rival = benchmark.contestants
+    names = [f"a bundle with a long name ({number})" for number in range(9)]
+    rows = [
+        dataclasses.replace(row, contestant=name, batch_size=batch, seq_len=64, ratio_high=factor)
+        for batch in (1, 2, 3)
+        for row, name in zip(
+            (benchmark.rows[0], *benchmark.rows[1:2] * 9), ("onnx fp32", *names), strict=True
+        )
+    ]
+    contestants = (first, *(dataclasses.replace(rival, name=name) for name in names))
+    many = dataclasses.replace(benchmark, contestants=contestants, rows=tuple(rows))
+    plot_latency(many, tmp_path / "latency.png")
+    assert len(np.unique(pixels(tmp_path / "latency.png"))) > 100
+
+
+def test_labels_of_lengths_do_not_touch() -> None:
+    assert spread([16, 64, 256, 1024]) == [16, 64, 256, 1024]
+    assert spread([7]) == [7]
+    kept = spread(range(1, 1001))
+    assert len(kept) <= 10
+    assert kept[-1] == 1000
 
 
 def test_the_ending_says_the_format(benchmark: Benchmark, tmp_path: Path) -> None:

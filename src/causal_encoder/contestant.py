@@ -8,12 +8,14 @@ It reads one JSON object a line and answers with one:
 
     a Job                                   -> {"device": .., "placement": ..}
     {"ids": [[..]]}                         -> {"cold_ms": ..}, the first run of this shape
-    {"turn_s": .., "min_runs": ..}          -> {"times_ms": [..], "waited_ms": ..}
+    {"turn_s": .., "min_runs": ..}          -> {"times_ms": [..], "waited_ms": ..,
+                                                "scratch_mib": ..}, a timing.Turn
     whatever fails                          -> {"error": {"type": .., "message": ..}}
 
 A turn runs the last ids until both the time and the number of runs are reached.
-`waited_ms` is how long it waited meanwhile for a CPU that other programs used; null if
-the system does not tell.
+`waited_ms` is how long it waited meanwhile for a CPU that other programs used.
+`scratch_mib` is the peak of its resident memory above what was resident after loading,
+since the first run of this shape ended. Both are null if the system does not tell.
 """
 
 import contextlib
@@ -29,42 +31,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import IO, Any, TextIO
 
 import numpy as np
-import numpy.typing as npt
 
-from causal_encoder import errors
-from causal_encoder.errors import CausalEncoderError, CheckpointError, DeviceError
-from causal_encoder.serve import EncoderSession, open_bundle
+from causal_encoder import errors, memory
+from causal_encoder.errors import CausalEncoderError
+from causal_encoder.runners import Job, Run, load
 from causal_encoder.serve.placement import first_line
 
-if TYPE_CHECKING:  # torch is loaded only by the contestants that run in it
-    from torch import Tensor
-
-Ids = npt.NDArray[np.int64]
-Run = Callable[[], object]
-
 _SCHEDULER_STATISTICS = Path("/proc/thread-self/schedstat")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a contestant is to load.
-
-    Attributes:
-        contestant: "bundle", "eager", "torchscript" or "compile".
-        bundle: folder of the bundle.
-        checkpoint: folder of the checkpoint it was exported from; not used for "bundle".
-        device: "cpu", "cuda" or "auto".
-        threads: threads of one run on CPU.
-    """
-
-    contestant: str
-    bundle: str
-    checkpoint: str | None
-    device: str
-    threads: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,132 +131,6 @@ def _kill_group(process: "subprocess.Popen[str]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Runner:
-    """A loaded model.
-
-    Attributes:
-        device: "cpu" or "cuda", where it runs.
-        placement: the same in words, with the proof there is.
-        prepare: puts ids (B, T) on the device; calling the result runs the model once and
-            returns when the output is complete.
-    """
-
-    device: str
-    placement: str
-    prepare: Callable[[Ids], Run]
-
-
-def load(job: Job) -> Runner:
-    """Load what the job names.
-
-    Raises:
-        BundleError: the bundle is damaged.
-        CheckpointError: the checkpoint is damaged, or not the one that was exported.
-        DeviceError: the device cannot be used.
-    """
-    if job.contestant != "bundle":
-        return _load_checkpoint(job)
-    with open_bundle(job.bundle) as opened:
-        if opened.manifest.format != "onnx":
-            return _load_torch_file(opened.model_path, opened.manifest.format, job)
-    return _load_session(job)
-
-
-def _load_session(job: Job) -> Runner:
-    import onnxruntime
-
-    session = EncoderSession(job.bundle, job.device, threads=job.threads)
-    placement = session.placement
-    nodes = ", ".join(f"{count} nodes on {name}" for name, count in placement.nodes.items())
-
-    def prepare(ids: Ids) -> Run:
-        if placement.device == "cpu":
-            return lambda: session.run(ids)
-        on_device = onnxruntime.OrtValue.ortvalue_from_numpy(ids, "cuda", 0)
-        # ONNX Runtime waits for its stream before it returns.
-        return lambda: session.run_on_device(on_device)
-
-    return Runner(
-        device=placement.device,
-        placement=nodes + (f" ({placement.reason})" if placement.reason else ""),
-        prepare=prepare,
-    )
-
-
-def _load_torch_file(path: Path, format: str, job: Job) -> Runner:  # noqa: A002
-    import torch
-    from torch.export.passes import move_to_device_pass
-
-    device = _set_up_torch(job)
-    with path.open("rb") as file:
-        if format == "torchscript":
-            scripted = torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]
-            return _torch_runner(scripted, device)
-        loaded = torch.export.load(file)
-        program = move_to_device_pass(loaded, device)
-        return _torch_runner(program.module(), device)
-
-
-def _load_checkpoint(job: Job) -> Runner:
-    import torch
-
-    from causal_encoder.export.prepare import prepare
-    from causal_encoder.model import fingerprint, load_checkpoint
-
-    assert job.checkpoint is not None
-    with open_bundle(job.bundle) as opened:
-        manifest = opened.manifest
-    # The bundle's own max_len, which export may have raised.
-    model = prepare(load_checkpoint(job.checkpoint), manifest.max_len)
-    if fingerprint(model) != manifest.checkpoint_sha256:
-        raise CheckpointError(
-            f"{job.bundle} was not exported from {job.checkpoint}; name its own checkpoint"
-        )
-    device = _set_up_torch(job)
-    model.to(device)
-    if job.contestant == "torchscript":
-        return _torch_runner(torch.jit.script(model), device)
-    if job.contestant == "compile":
-        # At its limit torch would go on in eager mode, silently.
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
-        return _torch_runner(torch.compile(model, dynamic=True), device)
-    return _torch_runner(model, device)
-
-
-def _set_up_torch(job: Job) -> str:
-    """Give torch what the session has, and say which device it is to use."""
-    import torch
-
-    if job.device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(
-            f"torch {torch.__version__} cannot use CUDA here; install a CUDA build or measure "
-            "with device 'cpu'"
-        )
-    torch.set_num_threads(job.threads)
-    torch.set_float32_matmul_precision("highest")  # no TF32, as in the session
-    torch.backends.cudnn.allow_tf32 = False
-    return "cuda" if job.device != "cpu" and torch.cuda.is_available() else "cpu"
-
-
-def _torch_runner(module: "Callable[[Tensor], Tensor]", device: str) -> Runner:
-    import torch
-
-    def prepare(ids: Ids) -> Run:
-        on_device = torch.from_numpy(ids).to(device)
-
-        def run() -> None:
-            with torch.inference_mode():
-                module(on_device)
-            if device == "cuda":
-                torch.cuda.synchronize()
-
-        return run
-
-    name = torch.cuda.get_device_name() if device == "cuda" else device
-    return Runner(device=device, placement=f"torch on {name}", prepare=prepare)
-
-
 def _time_ms(run: Run) -> float:
     start_ns = time.perf_counter_ns()
     run()
@@ -314,15 +164,29 @@ def _waited_ms() -> float | None:
 
 def _answers(commands: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
     runner = load(Job(**json.loads(commands.readline())))
+    loaded_mib = memory.resident_mib()
     answer({"device": runner.device, "placement": runner.placement})
     run: Run = lambda: None  # noqa: E731
+    peak_is_known = False
     for line in commands:
         command = json.loads(line)
         if "ids" in command:
             run = runner.prepare(np.array(command["ids"], np.int64))
             answer({"cold_ms": _time_ms(run)})
+            gc.collect()
+            gc.freeze()  # what is loaded stays: going through it before each turn takes long
+            # From here on: a compiler at work in the first run is not what a run takes. Main
+            # memory says nothing of a model on a GPU.
+            peak_is_known = runner.device == "cpu" and memory.forget_peak()
         else:
-            answer(_take_turn(run, **command))
+            turn = _take_turn(run, **command)
+            scratch_mib = _peak_above_mib(loaded_mib) if peak_is_known else None
+            answer(turn | {"scratch_mib": scratch_mib})
+
+
+def _peak_above_mib(loaded_mib: float | None) -> float | None:
+    peak_mib = memory.peak_resident_mib()
+    return None if peak_mib is None or loaded_mib is None else max(0.0, peak_mib - loaded_mib)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from causal_encoder.bench import ROUNDS, Progress, example_ids, measure
-from causal_encoder.contestant import Job, entered
+from causal_encoder.contestant import entered
 from causal_encoder.errors import BundleError
 from causal_encoder.export.artifact import Run, open_bare
 from causal_encoder.export.subject import (
@@ -24,6 +24,7 @@ from causal_encoder.export.subject import (
     grid_lengths,
     relative_distance,
 )
+from causal_encoder.runners import Job
 from causal_encoder.serve import Bundle, EncoderSession, Manifest, open_bundle
 from causal_encoder.serve.cpu import available_cpus
 
@@ -223,7 +224,7 @@ def _latency(
         for number, shape in enumerate(shapes):
             start = done + number * (ROUNDS + 1)
             ids = example_ids(min(manifests, key=lambda m: m.max_len), shape)
-            a, b = measure(contestants, ids, start, total, report)
+            a, b = measure(contestants, ids, start, total, report, most=ROUNDS)
             rows.append(
                 Latency(
                     batch_size=shape[0],
