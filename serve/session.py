@@ -1,7 +1,9 @@
 """EncoderSession: run an ONNX bundle in this process, without torch."""
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from causal_encoder.errors import (
 from causal_encoder.serve.batching import plan_batches
 from causal_encoder.serve.bundle import Manifest, check_runtime, open_bundle
 from causal_encoder.serve.cpu import available_cpus
+from causal_encoder.serve.device import bound_run, check_on_device
+from causal_encoder.serve.graphs import GraphRunner
 from causal_encoder.serve.inputs import OVERFLOWS, Ids, check_batch, check_ragged
 from causal_encoder.serve.placement import CUDA_OPTIONS, DEVICES, Placement, first_line, open_on
 
@@ -36,7 +40,16 @@ class EncoderSession:
         device: "cpu"; "cuda", which refuses to be anything else; or "auto", CUDA where it
             works and otherwise CPU, which `placement` and a log line then say.
         threads: threads of one call on CPU; by default what the container allows.
-        gpu_memory_limit_bytes: cap on ONNX Runtime's CUDA arena; by default none.
+        gpu_memory_limit_bytes: cap on ONNX Runtime's CUDA arena; by default none. The arena
+            grows by what is asked of it, and keeps what it has for the next runs.
+        cuda_graphs: on CUDA, make each run of a small batch one launch in place of one an
+            operator; see serve/graphs.py. Batches are padded inside to powers of two, runs
+            take their turn on one thread, and up to 32 shapes keep their buffers as long as
+            the session, on top of the arena. Call `warm_up` with the usual shapes before other
+            threads use the GPU.
+        cuda_stream: address of the CUDA stream to run on, such as `stream.cuda_stream` of a
+            `torch.cuda.Stream()`; by default one of ONNX Runtime's own. The default stream,
+            0 in torch, cannot be it.
         overflow: "error" refuses a sequence over max_len, "truncate" cuts it and warns.
         check_finite: raise instead of returning NaN or infinity.
 
@@ -53,6 +66,8 @@ class EncoderSession:
         *,
         threads: int | None = None,
         gpu_memory_limit_bytes: int | None = None,
+        cuda_graphs: bool = False,
+        cuda_stream: int | None = None,
         overflow: str = "error",
         check_finite: bool = True,
     ) -> None:
@@ -60,13 +75,16 @@ class EncoderSession:
         _check_choice("overflow", overflow, OVERFLOWS)
         _check_whole("threads", threads, _MAX_THREADS)
         _check_whole("gpu_memory_limit_bytes", gpu_memory_limit_bytes, 2**63 - 1)
+        _check_whole("cuda_stream", cuda_stream, 2**64 - 1)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = int(threads or available_cpus())
         options.inter_op_num_threads = 1
         options.log_severity_level = _ORT_LOG_FATAL
-        cuda_options = dict(CUDA_OPTIONS)
+        cuda_options = CUDA_OPTIONS | {"enable_cuda_graph": str(int(bool(cuda_graphs)))}
         if gpu_memory_limit_bytes is not None:
             cuda_options["gpu_mem_limit"] = str(gpu_memory_limit_bytes)
+        if cuda_stream is not None:
+            cuda_options["user_compute_stream"] = str(cuda_stream)
         with open_bundle(bundle) as opened:
             if opened.manifest.format != "onnx":
                 raise BundleError(
@@ -78,12 +96,12 @@ class EncoderSession:
                 if device == "cpu":
                     raise DeviceError(
                         "a bf16 bundle runs on CUDA alone, ONNX Runtime has no bf16 kernels for "
-                        "CPU; pass device='cuda', or export fp32 or fp16"
+                        "CPU; pass device='cuda' (--device cuda), or export fp32 or fp16"
                     )
                 device = "cuda"
             try:
                 self._session, self._placement = open_on(
-                    device, str(opened.model_path), options, cuda_options
+                    device, _utf_8(opened.model_path), options, cuda_options
                 )
             except CausalEncoderError:
                 raise
@@ -91,8 +109,8 @@ class EncoderSession:
                 raise BundleError(f"{opened.model_path}: {first_line(error)}") from error
             _check_fits(self._session, opened.manifest, str(opened.model_path))
         self._manifest = opened.manifest
-        self._input = opened.manifest.inputs[0].name
-        self._output = opened.manifest.outputs[0].name
+        graphs = cuda_graphs and self._placement.device == "cuda"
+        self._graphs = GraphRunner(self._session, opened.manifest) if graphs else None
         self._overflow = overflow
         self._check_finite = check_finite
         self._process = os.getpid()
@@ -151,41 +169,55 @@ class EncoderSession:
                 results[i] = hidden[place, : len(checked[i])].copy()  # frees the padded batch
         return results
 
-    def run_on_device(self, ids: onnxruntime.OrtValue) -> onnxruntime.OrtValue:
+    def run_on_device(self, ids: Any) -> onnxruntime.OrtValue:
         """Run on ids that are on the session's device and leave the result there.
 
-        For benchmarks and pipelines that stay on the GPU: the values of ids are not
-        checked, and are the caller's to check.
+        Nothing is copied, and no value is read: an id out of range gives NaN from its
+        position on, or an error, by the guard in the file. Whatever writes the ids must have
+        finished, or be ahead on the session's `cuda_stream`. With `cuda_graphs` it waits its
+        turn, and runs without a graph.
 
         Args:
-            ids: (B, T) int64 on the session's device.
+            ids: (B, T) int64, contiguous, 1 <= T <= max_len: an OrtValue, or anything with
+                `__dlpack__`, such as a tensor of torch or cupy.
 
         Returns:
-            (B, T, D) float32 on the same device.
+            (B, T, D) float32 on the same device, complete. It has `__dlpack__` itself: for
+            example `torch.from_dlpack` takes it without a copy.
+
+        Raises:
+            InputError: type, shape or device of ids is another; there is no truncation.
+            DeviceError: as `run`.
         """
         self._check_process()
-        binding = self._session.io_binding()
-        binding.bind_ortvalue_input(self._input, ids)
-        binding.bind_output(self._output, self._placement.device)
-        self._session.run_with_iobinding(binding)
-        return binding.get_outputs()[0]
+        device = self._placement.device
+        value = check_on_device(ids, self._manifest, device)
+        shape = tuple(value.shape())
+        if shape[0] == 0:
+            empty = (*shape, self._manifest.d_model)
+            return onnxruntime.OrtValue.ortvalue_from_shape_and_type(empty, np.float32, device, 0)
+        with _failures_named(device, shape):
+            if self._graphs is not None:
+                return self._graphs.run_on_device(value)
+            return bound_run(self._session, self._manifest, value, device)
+
+    def warm_up(self, shapes: Iterable[tuple[int, int]]) -> None:
+        """Run each (batch, sequence) shape once, so that no caller waits for a first run.
+
+        That is when memory is taken, kernels are loaded and CUDA graphs are captured.
+
+        Raises:
+            InputError: a shape that `run` would refuse.
+        """
+        for shape in shapes:
+            self.run(np.zeros(shape, np.int64))
 
     def _run(self, ids: Ids) -> Hidden:
         self._check_process()
         if ids.shape[0] == 0:  # ONNX Runtime's attention refuses empty tensors
             return np.empty((*ids.shape, self._manifest.d_model), np.float32)
-        hidden: Hidden
-        try:
-            if self._placement.device == "cuda":
-                on_device = onnxruntime.OrtValue.ortvalue_from_numpy(ids, "cuda", 0)
-                hidden = self.run_on_device(on_device).numpy()
-            else:
-                hidden = self._session.run([self._output], {self._input: ids})[0]
-        except Exception as error:  # above all, too little memory
-            raise DeviceError(
-                f"{self._placement.device} could not run a batch of {ids.shape[0]} x "
-                f"{ids.shape[1]}: {first_line(error)}; try a smaller one"
-            ) from error
+        with _failures_named(self._placement.device, ids.shape):
+            hidden = self._execute(ids)
         expected = (*ids.shape, self._manifest.d_model)
         if hidden.shape != expected:  # ONNX Runtime only warns of axes that are not as declared
             raise BundleError(
@@ -204,12 +236,48 @@ class EncoderSession:
                 )
         return hidden
 
+    def _execute(self, ids: Ids) -> Hidden:
+        if self._graphs is not None:
+            return self._graphs.run(ids)
+        manifest = self._manifest
+        if self._placement.device == "cpu":
+            hidden: Hidden
+            (hidden,) = self._session.run(
+                [manifest.outputs[0].name], {manifest.inputs[0].name: ids}
+            )
+            return hidden
+        on_device = onnxruntime.OrtValue.ortvalue_from_numpy(ids, "cuda", 0)
+        return bound_run(self._session, manifest, on_device, "cuda").numpy()
+
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise DeviceError(
                 f"this session was opened in process {self._process} and its threads did not "
                 "survive the fork; open a session in each process"
             )
+
+
+def _utf_8(path: Path) -> str:
+    """The path as ONNX Runtime takes it; it does not say so when it does not."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise BundleError(
+            f"{path}: ONNX Runtime opens no path that is not UTF-8; rename the folder"
+        ) from error
+    return str(path)
+
+
+@contextlib.contextmanager
+def _failures_named(device: str, shape: tuple[int, ...]) -> Iterator[None]:
+    """What ONNX Runtime raises on valid ids: above all, for too little memory."""
+    try:
+        yield
+    except Exception as error:
+        raise DeviceError(
+            f"{device} could not run a batch of {shape[0]} x {shape[1]}: {first_line(error)}; "
+            "try a smaller one"
+        ) from error
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

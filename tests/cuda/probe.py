@@ -14,16 +14,27 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 
-from causal_encoder.errors import CausalEncoderError
+from causal_encoder.errors import CausalEncoderError, DeviceError
 from causal_encoder.serve import EncoderSession
 from causal_encoder.serve.bundle import open_bundle
 from causal_encoder.serve.placement import CUDA_DRIVER, CUDA_OPTIONS, CUDA_PROVIDER
 
 SHAPES = ((2, 8), (1, 3), (3, 5))
+MEMORY = ("take", "give")  # kinds of events
+CROWD = (4000, 9)  # too many ids for the memory of a session under stress
+# What run_on_device is given in place of int64 (batch, sequence) on the device.
+MISUSES: dict[str, tuple[Any, str]] = {
+    "int32": (np.zeros((2, 8), np.int32), "cuda"),
+    "float64": (np.zeros((2, 8)), "cuda"),
+    "int32 on CPU": (np.zeros((2, 8), np.int32), "cpu"),
+    "one axis": (np.zeros(8, np.int64), "cuda"),
+    "on CPU": (np.zeros((2, 8), np.int64), "cpu"),
+}
 Event = tuple[str, str, int]  # kind, name, bytes, as stub.c tells them
 _ROOT = Path(__file__).parents[2]
 
@@ -35,6 +46,7 @@ class Request:
     bundle: str
     device: str = "auto"
     gpu_memory_limit_bytes: int | None = None
+    stress: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -49,6 +61,10 @@ class Seen:
         executed: "provider type" of each node of the optimised graph.
         capture, replay: the events of the first and second run with CUDA graphs.
         unknown: functions of CUDA that stub.c should have but does not.
+        held: bytes of device memory in use after each hundred runs of random shapes.
+        crowded: errors of a batch that the memory limit has no room for.
+        recovered: the events of a small run after those.
+        misused: the error of run_on_device for each of MISUSES; "" if it answered.
     """
 
     error: str = ""
@@ -60,6 +76,10 @@ class Seen:
     capture: list[Event] = dataclasses.field(default_factory=list)
     replay: list[Event] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
+    held: list[int] = dataclasses.field(default_factory=list)
+    crowded: list[str] = dataclasses.field(default_factory=list)
+    recovered: list[Event] = dataclasses.field(default_factory=list)
+    misused: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def watch(environment: Mapping[str, str], requests: Sequence[Request]) -> list[Seen]:
@@ -89,7 +109,7 @@ def _see(request: Request) -> Seen:
             _run_session(request, seen, events)
         except CausalEncoderError as error:
             seen.error = str(error)
-        if seen.device == "cuda":
+        if seen.device == "cuda" and not request.stress:
             _run_captured(request, seen, events)
         seen.unknown = sorted({name for kind, name, _ in events if kind == "unknown"})
     return seen
@@ -128,6 +148,31 @@ def _run_session(request: Request, seen: Seen, events: list[Event]) -> None:
         hidden = session.run(np.zeros(shape, np.int64))
         assert hidden.shape == (*shape, session.manifest.d_model)
         seen.runs.append(events[start:])
+    if request.stress:
+        _stress(session, seen, events)
+
+
+def _stress(session: EncoderSession, seen: Seen, events: list[Event]) -> None:
+    random = np.random.default_rng(0)
+    for _ in range(6):
+        for shape in zip(random.integers(1, 64, 100), random.integers(1, 10, 100), strict=True):
+            session.run(np.zeros(shape, np.int64))
+        sizes = (size if kind == "take" else -size for kind, _, size in events if kind in MEMORY)
+        seen.held.append(sum(sizes))
+    for _ in range(3):
+        try:
+            session.run(np.zeros(CROWD, np.int64))
+        except DeviceError as error:
+            seen.crowded.append(str(error))
+    start = len(events)
+    session.run(np.zeros(SHAPES[0], np.int64))
+    seen.recovered = events[start:]
+    for name, (ids, device) in MISUSES.items():
+        seen.misused[name] = ""
+        try:
+            session.run_on_device(onnxruntime.OrtValue.ortvalue_from_numpy(ids, device, 0))
+        except Exception as error:  # noqa: BLE001  # ONNX Runtime has no public base class
+            seen.misused[name] = str(error)
 
 
 def _run_captured(request: Request, seen: Seen, events: list[Event]) -> None:

@@ -6,6 +6,7 @@
  * Here is only what our models make the provider call. stub.py generates every other function
  * that it links to, as one that tells the listener "unknown" and fails.
  */
+#include <malloc.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -90,7 +91,10 @@ const char *cudaGetErrorName(int error) { return error ? "error of the stand-in"
 const char *cudaGetErrorString(int error) { return cudaGetErrorName(error); }
 int cudaGetLastError(void) { return OK; }
 
-int cudaStreamSynchronize(void *stream UNUSED) { return refused(__func__); }
+int cudaStreamSynchronize(void *stream) {
+    stub_tell("sync", __func__, (size_t)stream); /* which one, in place of bytes */
+    return refused(__func__);
+}
 int cudaDeviceSynchronize(void) { return refused(__func__); }
 
 int cudaStreamBeginCapture(void *stream, int mode UNUSED) {
@@ -105,8 +109,8 @@ int cudaStreamEndCapture(void *stream UNUSED, void **graph) {
 int cudaGraphInstantiate(void **executable, void *graph UNUSED, unsigned long long flags UNUSED) {
     return stub_create(executable);
 }
-int cudaGraphLaunch(void *executable UNUSED, void *stream UNUSED) {
-    return stub_tell("graph", "launch", 0);
+int cudaGraphLaunch(void *executable, void *stream UNUSED) {
+    return stub_tell("graph", "launch", (size_t)executable); /* which one, in place of bytes */
 }
 
 /* ---- memory ---- */
@@ -116,9 +120,13 @@ int cudaMalloc(void **memory, size_t bytes) {
     *memory = aligned_alloc(256, bytes / 256 * 256 + 256);
     if (!*memory) return OUT_OF_MEMORY;
     memset(*memory, 0, bytes);
-    return OK;
+    return stub_tell("take", __func__, malloc_usable_size(*memory));
 }
-int cudaFree(void *memory) { return refused(__func__) ? CAPTURE_UNSUPPORTED : stub_destroy(memory); }
+int cudaFree(void *memory) {
+    if (refused(__func__)) return CAPTURE_UNSUPPORTED;
+    stub_tell("give", __func__, malloc_usable_size(memory));
+    return stub_destroy(memory);
+}
 
 int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream UNUSED) {
     static const char *const KINDS[] = {"H2H", "H2D", "D2H", "D2D", "default"};

@@ -18,7 +18,8 @@ _BODIES = {
     r"cudaStreamCreateWithFlags|cublas(Lt)?Create(_v2)?": "return stub_create(object);",
     r"(cuda(Stream|Graph|GraphExec)|cublas|cublasLt)Destroy(_v2)?": "return stub_destroy(object);",
     r"cublasGemmEx|cublasSgemm_v2": 'return stub_tell("gemm", __func__, 0);',
-    r"cublas(SetStream_v2|[SG]etMathMode)": "return 0;",
+    r"cublas(SetStream_v2|[SG]etMathMode)|cudaFuncSetAttribute": "return 0;",
+    "cudaMemsetAsync": 'return stub_tell("memset", __func__, 0);',
     r"__cuda((Un)?Register\w+|\w+CallConfiguration)": "return 0;",
     r"\w+": 'stub_tell("unknown", __func__, 0); return 1;',
 }
