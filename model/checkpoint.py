@@ -27,6 +27,8 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 TORCH_WEIGHTS_FILE = "model.pt"
 _SEAL = "causal_encoder"  # metadata of the weights file: their config and hash
+_BUNDLE_FILE = "manifest.json"
+_TABLE_LIMIT = 2**30  # numbers of a sinusoidal table, 4 GiB; the weights do not bound it
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WRAPPER_PREFIXES = ("module", "_orig_mod")  # DistributedDataParallel, torch.compile
 
@@ -45,7 +47,7 @@ def save_checkpoint(model: CausalEncoder, path: str | os.PathLike[str]) -> None:
     """
     folder = Path(path)
     config = json.dumps(model.config.to_dict(), indent=2)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    tensors = _apart({n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()})
     # One entry: safetensors writes several in an order that changes from run to run.
     seal = json.dumps({"config": model.config.to_dict(), "sha256": _hash(tensors)})
     weights = safetensors.torch.save(tensors, metadata={_SEAL: seal})
@@ -73,6 +75,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> CausalEncoder:
             f"{folder} is not a folder; a checkpoint is a folder with {CONFIG_FILE} "
             f"and {WEIGHTS_FILE}"
         )
+    # os.path: no error for a folder that may not be entered, which is told below.
+    if os.path.isfile(folder / _BUNDLE_FILE) and not os.path.isfile(folder / CONFIG_FILE):  # noqa: PTH113
+        raise CheckpointError(
+            f"{folder} is a bundle, not a checkpoint; pass the folder with {CONFIG_FILE}"
+        )
     config = _read_config(folder / CONFIG_FILE)
     state = _strip_prefixes(_read_weights(folder, config))
     if config.num_layers > max(len(state), 1000):  # would build blocks until memory runs out
@@ -80,15 +87,37 @@ def load_checkpoint(path: str | os.PathLike[str]) -> CausalEncoder:
             f"{folder}: {CONFIG_FILE} says num_layers {config.num_layers}, but the weights have "
             f"{len(state)} tensors in all"
         )
+    # Names and shapes alone at first, so that no size is believed that the weights do not have.
+    _check_fit(state, _build(config, "meta", folder).state_dict(), folder)
+    if config.has_sinusoidal and config.max_len * config.d_model > _TABLE_LIMIT:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: max_len {config.max_len} needs a position table of "
+            f"{config.max_len} x {config.d_model}, over the limit of {_TABLE_LIMIT} numbers; "
+            f"lower it to {_TABLE_LIMIT // config.d_model} or less"
+        )
+    model = _build(config, "cpu", folder)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights that share memory, as layers used twice do, as copies: the file has no sharing."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in state.items():
+        apart[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return apart
+
+
+def _build(config: EncoderConfig, device: str, folder: Path) -> CausalEncoder:
     try:
-        model = CausalEncoder(config)
+        with torch.device(device):
+            return CausalEncoder(config)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: a model of these sizes cannot be built: {_first_line(error)}"
         ) from error
-    _check_fit(state, model.state_dict(), folder)
-    model.load_state_dict(state)
-    return model.eval()
 
 
 def fingerprint(model: CausalEncoder) -> str:
@@ -182,6 +211,7 @@ def _read_weights(folder: Path, config: EncoderConfig) -> dict[str, Tensor]:
 
 def _read_safetensors(path: Path, config: EncoderConfig) -> dict[str, Tensor]:
     try:
+        path.open("rb").close()  # safetensors says of every error that there is no such file
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

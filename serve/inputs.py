@@ -6,7 +6,7 @@ sequence, length, ids.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -99,37 +99,63 @@ def _as_vector(index: int, row: Any) -> npt.NDArray[Any]:
 
 
 def _as_integers(ids: Any) -> npt.NDArray[Any]:
+    if type(ids) is not np.ndarray:
+        return _from_array_like(ids)
+    if ids.dtype.kind not in "iu":
+        raise errors.invalid_dtype(ids.dtype)
+    return ids
+
+
+def _from_array_like(ids: Any) -> npt.NDArray[Any]:
+    """As NumPy reads it, where NumPy does not pass over a bool, a mask or text."""
     if ids is None or isinstance(ids, str | bytes):
         raise errors.InvalidInputError(f"ids are {type(ids).__name__}, expected integers")
     try:
-        array = np.asarray(ids)
+        array, kinds = np.asarray(ids), _element_types(ids)
+    except errors.InvalidInputError:
+        raise
     except Exception as error:  # array-likes of other libraries raise what they like
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise errors.InvalidInputError(
             f"ids are not a rectangular array of integers ({reason}); "
             "pass rows of different lengths to encode"
         ) from error
-    if isinstance(ids, list | tuple):
-        kinds = _leaf_types(ids)
-        if kinds & {bool, np.bool_}:
-            raise errors.invalid_dtype("bool")  # among integers, NumPy would read True as 1
-        if array.dtype.kind not in "iu" and kinds <= {int}:
-            # Nothing at all, or numbers beyond 64 bits; those are out of range for any model.
-            return np.asarray(ids, np.int64 if array.size == 0 else object)
+    if kinds & {bool, np.bool_}:
+        raise errors.invalid_dtype("bool")  # among integers, NumPy would read True as 1
+    if array.dtype.kind not in "iu" and kinds <= {int}:
+        # Nothing at all, or numbers beyond 64 bits; those are out of range for any model.
+        return np.asarray(ids, np.int64 if array.size == 0 else object)
     if array.dtype.kind not in "iu":
         raise errors.invalid_dtype(array.dtype)
     return array
 
 
-def _leaf_types(items: Sequence[Any]) -> set[type]:
-    """Types of what nested lists hold in the end; for an array, of its elements."""
-    kinds: set[type] = set()
-    for item in items:
-        if isinstance(item, list | tuple):
-            kinds |= _leaf_types(item)
-        else:
-            kinds.add(item.dtype.type if isinstance(item, np.ndarray) else type(item))
-    return kinds
+def _element_types(ids: Any) -> set[type]:
+    """Types of what nested sequences hold in the end; for an array, of its elements."""
+    if isinstance(ids, np.ma.MaskedArray):
+        raise errors.InvalidInputError(
+            "ids are a masked array, and a session knows no mask; fill it with ids.filled(0), "
+            "or pass rows without what is masked to encode"
+        )
+    if isinstance(ids, bytearray) or (isinstance(ids, memoryview) and ids.itemsize == 1):
+        raise errors.InvalidInputError(
+            f"ids are {type(ids).__name__}, expected integers; "
+            "if each byte is an id, pass np.frombuffer(ids, np.uint8)"
+        )
+    if isinstance(ids, memoryview) or hasattr(ids, "__array__"):
+        return {np.asarray(ids).dtype.type}
+    if isinstance(ids, str | bytes | Mapping) or not _is_sequence(ids):
+        return {type(ids)}
+    kinds = set(map(type, ids))
+    scalars = {kind for kind in kinds if issubclass(kind, int | np.generic)}
+    if kinds == scalars:
+        return kinds
+    return scalars.union(*(_element_types(item) for item in ids if type(item) not in scalars))
+
+
+def _is_sequence(value: Any) -> bool:
+    """What NumPy goes through item by item; not every class of that kind is a Sequence."""
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
 
 
 def _allowed_length(length: int, manifest: Manifest, overflow: str) -> int:

@@ -10,6 +10,8 @@ import ctypes
 import dataclasses
 import io
 import logging
+import os
+import re
 import sys
 import threading
 from collections import Counter
@@ -23,7 +25,8 @@ from causal_encoder.errors import DeviceError
 DEVICES = ("auto", "cpu", "cuda")
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
-# TF32 would round fp32 products to 10 bits of mantissa, and ONNX Runtime's default is on.
+# TF32 would round fp32 products to 10 bits of mantissa, and ONNX Runtime's default is on. The
+# arena grows by what is asked of it, where the default doubles it each time.
 CUDA_OPTIONS = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
 # What libonnxruntime_providers_cuda.so of the CUDA 13 builds links to: the driver, and these
 # libraries with the pip requirement that brings each.
@@ -76,6 +79,21 @@ def cuda_problem() -> str | None:
     return None
 
 
+def gpu_sign(environment: Mapping[str, str], root: str = "/") -> str:
+    """What shows that a GPU is meant to be here, or empty.
+
+    A file of the NVIDIA driver, the driver's library, or a container that was asked for
+    GPUs. Whether they work is another question.
+    """
+    for file in ("proc/driver/nvidia", "dev/nvidia0"):
+        if os.path.exists(os.path.join(root, file)):  # noqa: PTH110, PTH118  # never raises
+            return f"/{file}"
+    if _loads(CUDA_DRIVER):
+        return CUDA_DRIVER
+    visible = environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    return f"NVIDIA_VISIBLE_DEVICES={visible}" if visible not in ("", "none", "void") else ""
+
+
 def missing_libraries(names: Iterable[str]) -> list[str]:
     """Those of some CUDA libraries that are neither in a wheel nor known to the loader."""
     # Loads the libraries of the nvidia-* wheels; prints its misses, which we name ourselves.
@@ -112,7 +130,7 @@ def open_on(
 
     Raises:
         DeviceError: "cuda" was asked for and a library is missing or a node stayed on CPU.
-        Exception: ONNX Runtime's own, if the model cannot be loaded.
+        Exception: ONNX Runtime's own, if no device can load the model.
     """
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if device == "cpu":
@@ -122,9 +140,17 @@ def open_on(
     except DeviceError as error:
         if device == "cuda":
             raise
-        if CUDA_PROVIDER in onnxruntime.get_available_providers():
-            _logger.warning("running on CPU: %s", error)
+        _log_cpu(error)
         return _open_on_cpu(device, str(error), model, options)
+
+
+def _log_cpu(reason: DeviceError) -> None:
+    """A warning where CUDA is expected, by the rule of `causal-encoder doctor`."""
+    sign = gpu_sign(os.environ)
+    if sign and CUDA_PROVIDER in onnxruntime.get_available_providers():
+        _logger.warning("%s shows a GPU, but the session is running on CPU: %s", sign, reason)
+    else:
+        _logger.info("running on CPU: %s", reason)
 
 
 def _open_on_cpu(
@@ -152,6 +178,7 @@ def _open_on_cuda(
             enable_fallback=0,
         )
     except Exception as error:  # ONNX Runtime has no public base class for its errors
+        _check_readable(model, options)
         raise DeviceError(f"CUDA cannot be used: {first_line(error)}") from error
     placement = _placement(session, requested, "cuda", "CUDA works here")
     if placement.off_device:
@@ -160,6 +187,16 @@ def _open_on_cuda(
             f"{', '.join(placement.off_device[:5])}; export the model again, with the default opset"
         )
     return session, placement
+
+
+def _check_readable(model: str | bytes, options: onnxruntime.SessionOptions) -> None:
+    """Raise ONNX Runtime's own error for a model that is at fault itself, not the device."""
+    try:
+        _open_on_cpu("cpu", "", model, options)
+    except Exception as error:
+        # NotImplemented: it was read, and the CPU has no kernel for it, as for bf16.
+        if type(error).__name__ != "NotImplemented":
+            raise
 
 
 def _placement(
@@ -184,4 +221,5 @@ def _placement(
 
 def first_line(error: Exception) -> str:
     """ONNX Runtime's reason without the source position and the lines after it."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return re.sub(r"/\S+\.(cc|cu|h):\d+ ", "", line)

@@ -27,7 +27,7 @@ from onnx import numpy_helper
 from causal_encoder import __version__
 from causal_encoder.cli import main
 from causal_encoder.model import load_checkpoint
-from causal_encoder.serve import EncoderSession, open_bundle
+from causal_encoder.serve import EncoderSession, open_bundle, placement
 from tests.bundles import tampered
 
 DONE, REFUSED, USAGE, CANNOT_CHECK = 0, 1, 2, 3
@@ -423,7 +423,10 @@ def test_export_under_a_file_is_one_line(ckpt: Path, untouched: Path) -> None:
 @pytest.mark.parametrize("kind", ["onnx", "torchscript", "program"])
 def test_verify_proves_a_bundle_against_its_checkpoint(home: Path, ckpt: Path, kind: str) -> None:
     result = done("verify", home / kind, ckpt, "--device", "cpu")
-    assert "proven" in result.stdout
+    rows = result.stdout.count(" proven ")
+    assert result.stdout.splitlines()[-1] == f"proven: {rows} checks"
+    stored = [line for line in result.stdout.splitlines() if "stored once" in line]
+    assert [line.count(" bytes ") for line in stored] == ([2] if kind == "onnx" else [])
     assert "refuted" not in result.stdout
     assert result.stderr == ""
 
@@ -448,7 +451,7 @@ def test_verify_against_another_architecture_names_what_differs(
 
 
 def test_verify_on_a_device_that_is_not_here_ends_with_3(
-    home: Path, ckpt: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+    ckpt: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "causal_encoder.serve.placement.cuda_problem", lambda: "libcuda.so.1 not found"
@@ -456,8 +459,15 @@ def test_verify_on_a_device_that_is_not_here_ends_with_3(
     line = refused("verify", bundle, ckpt, "--device", "cuda", code=CANNOT_CHECK)
     assert "could not be checked here" in line
     assert "libcuda.so.1" in line
-    line = refused("verify", home / "program", ckpt, "--device", "cuda", code=CANNOT_CHECK)
-    assert "--device cpu" in line
+
+
+@pytest.mark.parametrize("kind", ["torchscript", "program"])
+def test_verify_of_a_format_that_cuda_does_not_apply_to_is_wrong_usage(
+    home: Path, ckpt: Path, kind: str
+) -> None:
+    text = misused("verify", home / kind, ckpt, "--device", "cuda")
+    assert f"a {kind} bundle" in text
+    assert "--device cpu" in text
 
 
 def test_verify_writes_json_alone_to_standard_output(home: Path, ckpt: Path, bundle: Path) -> None:
@@ -466,7 +476,7 @@ def test_verify_writes_json_alone_to_standard_output(home: Path, ckpt: Path, bun
     assert report["verdict"] == "proven"
     assert (report["format"], report["device"]) == ("onnx", "cpu")
     assert {"name", "passed", "measured", "limit", "detail"} == set(report["checks"][0])
-    assert "proven" in result.stderr, "a person still gets the table"
+    assert "proven: " in result.stderr.splitlines()[-1], "a person still gets the table"
     refuted = invoke("verify", bundle, home / "other", "--device", "cpu", "--json", "-")
     assert refuted.exit_code == REFUSED
     assert json.loads(refuted.stdout)["verdict"] == "refuted"
@@ -500,8 +510,28 @@ def test_verify_of_a_bundle_or_checkpoint_that_is_not_there_is_one_line(
 ) -> None:
     assert str(tmp_path / "no") in refused("verify", tmp_path / "no", ckpt)
     assert str(tmp_path / "no") in refused("verify", bundle, tmp_path / "no")
-    assert "manifest.json is missing" in refused("verify", ckpt, ckpt)
-    assert "config.json is missing" in refused("verify", bundle, bundle)
+
+
+def test_a_bundle_and_a_checkpoint_in_each_others_place_are_called_by_name(
+    ckpt: Path, bundle: Path, tmp_path: Path
+) -> None:
+    checkpoint_asked: list[tuple[object, ...]] = [
+        ("verify", bundle, bundle),
+        ("export", "onnx", bundle, tmp_path / "b"),
+        ("plot", "positions", bundle, "-o", tmp_path / "p.png"),
+    ]
+    for arguments in checkpoint_asked:
+        line = refused(*arguments)
+        assert f"{bundle} is a bundle, not a checkpoint; pass the folder with config.json" in line
+    bundle_asked: list[tuple[object, ...]] = [
+        ("verify", ckpt, ckpt),
+        ("run", ckpt, "--ids", "1"),
+        ("inspect", ckpt),
+        ("diff", bundle, ckpt),
+    ]
+    for arguments in bundle_asked:
+        line = refused(*arguments)
+        assert f"{ckpt} is a checkpoint, not a bundle; pass the folder with manifest.json" in line
 
 
 def test_verify_refutes_a_bundle_whose_weights_were_changed_though_its_hashes_fit(
@@ -569,7 +599,7 @@ def test_run_of_an_array_writes_an_array(ckpt: Path, bundle: Path, tmp_path: Pat
     ids = [[1, 2, 3], [4, 5, 6]]
     np.save(tmp_path / "ids.npy", np.array(ids, np.int32))
     result = done("run", bundle, "--input", tmp_path / "ids.npy", "--output", tmp_path / "h.npy")
-    assert result.stdout == ""
+    assert result.stdout == f"{tmp_path / 'h.npy'}: float32 (2, 3, 8)\n"
     hidden = np.load(tmp_path / "h.npy")
     assert hidden.dtype == np.float32
     np.testing.assert_allclose(hidden, expected(ckpt, ids), atol=1e-5)
@@ -579,7 +609,10 @@ def test_run_of_an_array_writes_an_array(ckpt: Path, bundle: Path, tmp_path: Pat
 def test_run_of_lines_writes_lines_in_their_order(ckpt: Path, bundle: Path, tmp_path: Path) -> None:
     rows = [[1], [2, 3, 4], [5, 6]]
     (tmp_path / "ids.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    done("run", bundle, "--input", tmp_path / "ids.jsonl", "--output", tmp_path / "h.jsonl")
+    result = done(
+        "run", bundle, "--input", tmp_path / "ids.jsonl", "--output", tmp_path / "h.jsonl"
+    )
+    assert result.stdout == f"{tmp_path / 'h.jsonl'}: float32, 3 rows, 6 vectors in all\n"
     found = lines((tmp_path / "h.jsonl").read_text())
     for row, hidden in zip(rows, found, strict=True):
         np.testing.assert_allclose(hidden, expected(ckpt, [row])[0], atol=1e-5)
@@ -850,6 +883,84 @@ def test_a_bundle_left_aside_by_a_kill_is_put_back_by_the_next_command(
     rest = {"run": ("--ids", "1"), "inspect": (), "verify": (ckpt, "--device", "cpu")}[command]
     done(command, copy, *rest)
     assert list(copy.parent.iterdir()) == [copy]
+
+
+# What the library logs.
+
+
+@pytest.fixture
+def dead_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something shows a GPU, and CUDA does not work."""
+    cuda = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: cuda)
+    monkeypatch.setattr(placement, "gpu_sign", lambda _: "/dev/nvidia0")
+    monkeypatch.setattr(placement, "cuda_problem", lambda: "libcublas.so.13 not found")
+
+
+@pytest.mark.usefixtures("dead_gpu")
+def test_a_gpu_that_is_not_used_is_told_once_however_many_sessions_open(bundle: Path) -> None:
+    said = (
+        "Warning: /dev/nvidia0 shows a GPU, but the session is running on CPU: "
+        "CUDA cannot be used: libcublas.so.13 not found\n"
+    )
+    assert done("run", bundle, "--ids", "1").stderr == said
+    assert done("diff", bundle, bundle, "--json").stderr == said
+
+
+def test_without_a_gpu_nothing_is_said_of_the_cpu(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "gpu_sign", lambda _: "")
+    monkeypatch.setattr(placement, "cuda_problem", lambda: "libcuda.so.1 not found")
+    assert done("run", bundle, "--ids", "1").stderr == ""
+
+
+# Names that are not UTF-8.
+
+ODD = os.fsdecode(b"x\xff")
+
+
+def test_a_name_that_is_not_utf_8_is_printed_with_an_escape(
+    ckpt: Path, bundle: Path, tmp_path: Path
+) -> None:
+    """In processes of their own, where standard output is a real one."""
+    missing, output = tmp_path / ODD / "missing", tmp_path / f"{ODD}.npy"
+    commands: list[tuple[object, ...]] = [
+        ("run", missing, "--ids", "1"),
+        ("run", bundle, "--input", missing),
+        ("run", bundle, "--ids", "1", "--output", output),
+        ("run", bundle, "--ids", ODD),
+        ("inspect", missing),
+        ("verify", missing, ckpt),
+        ("export", "onnx", missing, tmp_path / "b"),
+        ("doctor", missing),
+        ("new", tmp_path / ODD, *SMALL),
+    ]
+    for arguments in commands:
+        printed = process(*arguments)
+        assert "\\udcff" in printed.out + printed.err, printed
+        assert "Traceback" not in printed.err
+        assert len(printed.err.splitlines()) <= 1
+
+
+@pytest.mark.parametrize("kind", ["onnx", "torchscript", "program"])
+def test_a_folder_whose_name_is_not_utf_8_is_used_or_refused_with_a_reason(
+    home: Path, ckpt: Path, tmp_path: Path, kind: str
+) -> None:
+    odd = tmp_path / ODD
+    shutil.copytree(home / kind, odd / "bundle")
+    shutil.copytree(ckpt, odd / "ckpt")
+    for arguments in (
+        ("run", odd / "bundle", "--ids", "1", "--device", "cpu"),
+        ("verify", odd / "bundle", ckpt, "--device", "cpu"),
+        ("verify", home / kind, odd / "ckpt", "--device", "cpu"),
+        ("export", kind, ckpt, odd / "new"),
+    ):
+        result = invoke(*arguments)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        if result.exit_code != DONE:
+            (line,) = result.stderr.splitlines()
+            assert "UTF-8" in line or "export onnx" in line
 
 
 # In a process of its own.

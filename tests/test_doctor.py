@@ -24,6 +24,7 @@ RUNTIME = RuntimeFacts(
     providers=("CUDA", "CPU"),
     cpu_problem="",
     cuda_problem="",
+    gpu_sign="/dev/nvidia0",
     missing={},
     driver_cuda="13.1",
     highest_ir=13,
@@ -37,7 +38,6 @@ GPU_SERVER = Facts(
     runtime_packages=("onnxruntime-gpu",),
     runtime=RUNTIME,
     runtime_problem="",
-    gpu_sign="/dev/nvidia0",
     torch_cuda="13.0",
     host_cpus=8,
     thread_variables={},
@@ -209,7 +209,15 @@ def test_a_container_limit_is_compared_with_the_machine() -> None:
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "ORT_INTRA_OP_NUM_THREADS"])
 @pytest.mark.parametrize(
-    ("value", "level"), [("9", "warning"), ("many", "warning"), ("-1", "warning"), ("7", "note")]
+    ("value", "level"),
+    [
+        ("9", "warning"),
+        ("many", "warning"),
+        ("-1", "warning"),
+        ("9" * 5000, "warning"),
+        ("7", "note"),
+    ],
+    ids=lambda value: value[:9],
 )
 def test_a_number_of_threads_that_is_not_the_number_of_cpus_is_named(
     name: str, value: str, level: str

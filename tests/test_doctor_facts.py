@@ -11,8 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from causal_encoder import doctor_facts
-from causal_encoder.doctor_facts import find_gpu_sign, gather, probe_model
+from causal_encoder.doctor_facts import gather, probe_model
 from tests.serve.test_runtime_version import write_bundle
 
 TRAP = "raise SystemExit('this must not be imported')"
@@ -136,25 +135,66 @@ def test_a_bundle_for_a_newer_runtime_is_an_error_with_the_upgrade(tmp_path: Pat
     assert fix.startswith("pip install --upgrade 'onnxruntime-gpu>=99.0.0'")
 
 
-def test_without_a_sign_of_a_gpu_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor_facts, "_load", lambda _: None)
-    for value in ("", "none", "void"):
-        assert find_gpu_sign({"NVIDIA_VISIBLE_DEVICES": value}, tmp_path) == ""
-    assert find_gpu_sign({}, tmp_path) == ""
+ODD_ENVIRONMENTS: dict[str, dict[str, str | None]] = {
+    "no home": {"HOME": None},
+    "no path": {"PATH": ""},
+    "libraries looked for anywhere": {"LD_LIBRARY_PATH": "::/dev/null:/missing:\udcff"},
+    "threads without end": {"OMP_NUM_THREADS": "9" * 5000},
+    "threads in other digits": {"OMP_NUM_THREADS": "²"},
+    "a line break": {"NVIDIA_VISIBLE_DEVICES": "a\nb"},
+    "another terminal": {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"},
+}
 
 
-def test_a_container_asked_for_gpus_the_driver_and_its_files_are_signs_of_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = {"NVIDIA_VISIBLE_DEVICES": "all"}
-    monkeypatch.setattr(doctor_facts, "_load", lambda _: None)
-    assert find_gpu_sign(asked, tmp_path) == "NVIDIA_VISIBLE_DEVICES=all"
-    monkeypatch.setattr(doctor_facts, "_load", lambda _: object())
-    assert find_gpu_sign(asked, tmp_path) == "libcuda.so.1"
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidia0").touch()
-    assert find_gpu_sign(asked, tmp_path) == "/dev/nvidia0"
-    (tmp_path / "proc" / "driver" / "nvidia").mkdir(parents=True)
-    assert find_gpu_sign(asked, tmp_path) == "/proc/driver/nvidia"
+def lines_of_doctor(*arguments: str, **changes: str | None) -> list[str]:
+    """What the command prints, as a user runs it; it never fails but by a finding."""
+    changed = os.environ | {name: value for name, value in changes.items() if value is not None}
+    kept = {name: value for name, value in changed.items() if changes.get(name, "") is not None}
+    program = "from causal_encoder.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", program, "doctor", *arguments],
+        env=kept,
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert result.stderr == ""
+    assert result.returncode in (0, 1)
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("case", ODD_ENVIRONMENTS)
+def test_an_odd_environment_gives_a_line_a_finding(case: str) -> None:
+    for line in lines_of_doctor(**ODD_ENVIRONMENTS[case]):
+        assert line.split()[0] in ("ok", "note", "warning", "error")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of libraries on Linux")
+def test_something_else_under_the_name_of_the_driver_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_bytes(b"not a library")
+    before = lines_of_doctor()
+    assert lines_of_doctor(LD_LIBRARY_PATH=str(tmp_path)) == before
+
+
+def test_what_is_no_whole_bundle_is_an_error_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text("{}")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "manifest.json").write_text("{")
+    (tmp_path / "loop").symlink_to("loop")
+    names = ("file", "checkpoint", "damaged", "loop", "missing", "a\nbreak", "x" * 300, "\udcff")
+    for name in names:
+        *_, line = lines_of_doctor(str(tmp_path / name))
+        assert line.startswith(f"error    {tmp_path}"), name
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(0)", "import sys; sys.stdout.close()"])
+def test_a_runtime_that_ends_the_process_is_an_error(tmp_path: Path, program: str) -> None:
+    package(tmp_path, "onnxruntime", program)
+    (what,) = errors(doctor(tmp_path))
+    assert what.startswith("ONNX Runtime cannot be used: ")
+
+
+def test_a_torch_without_its_version_is_no_hindrance(tmp_path: Path) -> None:
+    package(tmp_path, "torch", TRAP)
+    assert doctor(tmp_path)["ok"]

@@ -80,7 +80,17 @@ def test_a_message_is_one_line_of_the_class_it_is_built_for(kind: str) -> None:
         ("rank", ["(2, 3, 4)", "two axes", "batch of one"]),
         ("empty", ["0 tokens", "at least 1"]),
         ("empty row", ["sequence 7", "0 tokens", "at least 1"]),
-        ("too long", ["99", "max_len 24", "sinusoidal", "--max-len", "overflow='truncate'"]),
+        (
+            "too long",
+            [
+                "99",
+                "max_len 24",
+                "sinusoidal",
+                "--max-len",
+                "overflow='truncate'",
+                "--overflow truncate",
+            ],
+        ),
         ("no position", ["99", "max_len 24", "none positions", "--max-len"]),
         ("learned", ["99", "max_len 24", "learned table", "shorten"]),
         ("sum", ["99", "max_len 24", "learned table", "shorten"]),

@@ -1,15 +1,30 @@
 """What a user installs: the wheel made from the sdist, outside this repository."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from causal_encoder.export.publish import MIN_ONNXRUNTIME
+
 ROOT = Path(__file__).parents[1]
+
+
+def test_the_oldest_runtime_that_installs_is_the_one_that_bundles_ask_for() -> None:
+    """Not older than 1.28: bind_input took any type before (onnxruntime PR 28839)."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    runtimes = [each for each in project["dependencies"] if each.startswith("onnxruntime")]
+    assert len(runtimes) == 2
+    for requirement in runtimes:
+        (floor,) = re.findall(r">=([\d.]+);", requirement)
+        assert f"{floor}.0" == MIN_ONNXRUNTIME
+        assert tuple(map(int, floor.split("."))) >= (1, 28)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +52,7 @@ def test_the_wheel_holds_every_source_file_and_nothing_generic(wheel: Path) -> N
     assert expected <= set(names)
 
 
+@pytest.mark.slow
 def test_the_wheel_works_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     subprocess.run(

@@ -336,6 +336,49 @@ def test_json_lines_are_one_row_a_line_bit_for_bit(tmp_path: Path, ragged: bool)
         np.testing.assert_array_equal(np.array(json.loads(line), np.float32), row)
 
 
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.1, "0.1"),
+        (1 / 3, "0.33333334"),
+        (-2, "-2.0"),
+        (1e-45, "1e-45"),
+        (3.4028235e38, "3.4028235e+38"),
+    ],
+)
+def test_a_number_is_written_in_the_fewest_digits_that_give_it_again(
+    number: float, text: str
+) -> None:
+    row = np.array([[number, -0.0]], np.float32)
+    assert road.to_json(row) == f"[[{text}, -0.0]]"
+    again = np.array(json.loads(road.to_json(row)), np.float32)
+    assert again.tobytes() == row.tobytes()
+
+
+def test_every_kind_of_float32_comes_back_bit_for_bit() -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, (8, 4000), np.uint32)
+    row = bits.view(np.float32)
+    row = np.where(np.isfinite(row), row, np.float32(0))
+    assert np.array(json.loads(road.to_json(row)), np.float32).tobytes() == row.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "text"),
+    [
+        (np.zeros((2, 3, 4), np.float32), "float32 (2, 3, 4)"),
+        (np.zeros((0, 3, 4), np.float32), "float32 (0, 3, 4)"),
+        (
+            [np.zeros((2, 4), np.float32), np.zeros((1, 4), np.float32)],
+            "float32, 2 rows, 3 vectors",
+        ),
+        ([], "float32, 0 rows, 0 vectors"),
+    ],
+    ids=["array", "empty array", "rows", "no rows"],
+)
+def test_a_result_is_described_by_type_and_shape(hidden: Any, text: str) -> None:
+    assert road.describe(hidden).startswith(text)
+
+
 def test_without_a_file_the_lines_go_to_standard_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

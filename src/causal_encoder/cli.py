@@ -13,32 +13,21 @@ import click
 from rich.console import Console
 
 from causal_encoder import __version__, render
+from causal_encoder.bench_command import bench
 from causal_encoder.errors import CheckpointError, ConfigError, DeviceError
-from causal_encoder.files import write_whole
-from causal_encoder.terminal import Commands, positive_list, progress_bar, write_json
+from causal_encoder.options import (
+    bundle_argument,
+    checkpoint_argument,
+    device_option,
+    json_option,
+)
+from causal_encoder.terminal import Commands, progress_bar, write_json
 
 if TYPE_CHECKING:
     from causal_encoder.serve import Manifest
 
 EXIT_REFUSED = 1
 EXIT_CANNOT_CHECK = 3
-
-
-_device = click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="cuda refuses to be anything else; auto takes CUDA where it works.",
-)
-_checkpoint = click.argument("checkpoint", type=click.Path(path_type=Path))
-_bundle = click.argument("bundle", type=click.Path(path_type=Path))
-_json_file = click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True),
-    help="Write the result as JSON to this file; - is standard output.",
-)
 
 
 @click.group(cls=Commands)
@@ -55,7 +44,7 @@ def main() -> None:
 
 
 @main.command()
-@_checkpoint
+@checkpoint_argument
 @click.option("--vocab-size", type=int, required=True, help="Number of token ids.")
 @click.option("--d-model", type=int, default=512, show_default=True, help="Hidden width.")
 @click.option("--num-heads", type=int, default=8, show_default=True, help="Attention heads.")
@@ -112,8 +101,8 @@ def _export_options(command: Callable[..., None]) -> Callable[..., None]:
             type=int,
             help="Longest sequence of the export; cannot be changed for learned positions.",
         ),
-        _bundle,
-        _checkpoint,
+        bundle_argument,
+        checkpoint_argument,
     ):
         command = option(command)
     return command
@@ -130,10 +119,17 @@ def _export_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option(
     "--precision",
-    type=click.Choice(["fp32", "fp16", "bf16"]),
+    type=click.Choice(["fp32", "fp16", "bf16", "int8"]),
     default="fp32",
     show_default=True,
-    help="Type of the weights; bf16 runs on CUDA alone.",
+    help="Type of the weights; bf16 runs on CUDA alone, int8 is for CPU.",
+)
+@click.option(
+    "--target",
+    type=click.Choice(["portable", "cpu", "cuda"]),
+    default="portable",
+    show_default=True,
+    help="portable: any ONNX runtime; cpu, cuda: faster there, ONNX Runtime alone.",
 )
 def export_onnx_command(checkpoint: Path, bundle: Path, **options: Any) -> None:
     """Export to ONNX, for ONNX Runtime and every runtime that reads it.
@@ -190,10 +186,10 @@ def _export(
 
 
 @main.command()
-@_bundle
-@_checkpoint
-@_device
-@_json_file
+@bundle_argument
+@checkpoint_argument
+@device_option
+@json_option
 def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -> None:
     """Check BUNDLE against the CHECKPOINT it came from; changes nothing.
 
@@ -205,7 +201,15 @@ def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -
     """
     from causal_encoder.export import verify
     from causal_encoder.model import load_checkpoint
+    from causal_encoder.serve import open_bundle
 
+    if device == "cuda":
+        with open_bundle(bundle) as opened:
+            kind = opened.manifest.format
+        if kind != "onnx":
+            raise click.UsageError(
+                f"--device cuda does not apply to {bundle}, a {kind} bundle; pass --device cpu"
+            )
     with progress_bar() as progress:
         try:
             report = verify(bundle, load_checkpoint(checkpoint), device=device, progress=progress)
@@ -225,7 +229,7 @@ def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -
 
 
 @main.command()
-@_bundle
+@bundle_argument
 @click.option("--ids", help='One sequence, for example "5 9 2".')
 @click.option(
     "--input",
@@ -248,7 +252,7 @@ def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -
     show_default=True,
     help="What becomes of a sequence over max_len.",
 )
-@_device
+@device_option
 def run(
     bundle: Path,
     ids: str | None,
@@ -280,71 +284,15 @@ def run(
         more = f" (and {len(caught) - 1} more like it)" if len(caught) > 1 else ""
         click.echo(f"Warning: {caught[0].message}{more}", err=True)
     road.write_hidden(hidden, output_path)
+    if output_path is not None:
+        click.echo(f"{output_path}: {road.describe(hidden)}")
+
+
+main.add_command(bench)
 
 
 @main.command()
-@_bundle
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="Needed for --against.")
-@click.option("--batch-size", default="1,8", show_default=True, help="Comma-separated.")
-@click.option("--seq-len", help="Comma-separated; 16,64,256,1024 up to max_len if not given.")
-@click.option("--against", default="", help="Comma-separated, of: eager, torchscript, compile.")
-@_device
-@_json_file
-@click.option("--csv", "csv_path", type=click.Path(dir_okay=False), help="Write rows as CSV.")
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False), help="Write a PNG.")
-def bench(
-    bundle: Path,
-    checkpoint: Path | None,
-    batch_size: str,
-    seq_len: str | None,
-    against: str,
-    device: str,
-    json_path: str | None,
-    csv_path: str | None,
-    plot_path: str | None,
-) -> None:
-    """Measure latency over batch sizes and sequence lengths, side by side.
-
-    Each contestant runs in a process of its own, and they take turns.
-
-    \b
-    Example:
-      causal-encoder bench bundle/ --checkpoint ckpt/ --against eager,torchscript
-    """
-    from causal_encoder import bench
-
-    contestants = tuple(name.strip() for name in against.split(",") if name.strip())
-    for name in contestants:
-        if name not in bench.CONTESTANTS:
-            known = ", ".join(bench.CONTESTANTS)
-            raise click.BadParameter(f"{name!r} is not one of {known}", param_hint="--against")
-    if contestants and checkpoint is None:
-        raise click.UsageError("--against needs --checkpoint")
-    seq_lens = positive_list(seq_len, "--seq-len") if seq_len else bench.usual_seq_lens(bundle)
-    with progress_bar() as progress:
-        result = bench.run_benchmark(
-            bundle,
-            checkpoint,
-            batch_sizes=positive_list(batch_size, "--batch-size"),
-            seq_lens=seq_lens,
-            against=contestants,
-            device=device,
-            progress=progress,
-        )
-    bench.print_benchmark(result, Console(stderr=json_path == "-"))
-    if json_path is not None:
-        write_json(json_path, result.to_dict())
-    if csv_path is not None:
-        text = result.to_csv()
-        write_whole(csv_path, lambda stream: stream.write(text.encode()))
-    if plot_path is not None:
-        from causal_encoder.plots import plot_latency
-
-        plot_latency(result, Path(plot_path))
-
-
-@main.command()
-@_bundle
+@bundle_argument
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def inspect(bundle: Path, as_json: bool) -> None:
     """Show what a BUNDLE is, after checking that it is whole.
@@ -392,7 +340,7 @@ def doctor(bundle: Path | None, as_json: bool) -> None:
 @main.command()
 @click.argument("bundle_a", type=click.Path(path_type=Path))
 @click.argument("bundle_b", type=click.Path(path_type=Path))
-@_device
+@device_option
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def diff(bundle_a: Path, bundle_b: Path, device: str, as_json: bool) -> None:
     """Compare two bundles, before one replaces the other.
@@ -428,7 +376,7 @@ def plot() -> None:
 
 
 @plot.command("positions")
-@_checkpoint
+@checkpoint_argument
 @click.option(
     "-o", "--output", required=True, type=click.Path(dir_okay=False), help="PNG file to write."
 )

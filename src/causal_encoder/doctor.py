@@ -8,6 +8,7 @@ that does not work an error: onnxruntime-gpu on a machine without a GPU is in or
 """
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -125,16 +126,16 @@ def _cpu_provider(facts: Facts, runtime: RuntimeFacts) -> Iterator[Finding]:
 
 def _cuda(facts: Facts, runtime: RuntimeFacts) -> Iterator[Finding]:
     if "CUDA" not in runtime.providers:
-        if facts.gpu_sign:
+        if runtime.gpu_sign:
             yield Finding(
                 "warning",
-                f"{facts.gpu_sign} shows a GPU, but ONNX Runtime is compiled without CUDA",
+                f"{runtime.gpu_sign} shows a GPU, but ONNX Runtime is compiled without CUDA",
                 "every session runs on CPU",
                 f"pip uninstall -y {' '.join(facts.runtime_packages)} "
                 f"&& pip install '{_GPU_PACKAGE}[cuda,cudnn]'",
             )
         return
-    if not facts.gpu_sign:
+    if not runtime.gpu_sign:
         yield Finding(
             "note",
             "ONNX Runtime is compiled with CUDA, but nothing shows an NVIDIA GPU",
@@ -153,7 +154,7 @@ def _cuda(facts: Facts, runtime: RuntimeFacts) -> Iterator[Finding]:
     if runtime.cuda_problem:
         yield Finding(
             "error",
-            f"{facts.gpu_sign} shows a GPU, but CUDA did not run a node: {runtime.cuda_problem}",
+            f"{runtime.gpu_sign} shows a GPU, but CUDA did not run a node: {runtime.cuda_problem}",
             "device='cuda' is refused, and 'auto' runs on CPU",
             "mend what the lines below name; else see that nvidia-smi lists the GPU, that the "
             "container was started with GPUs, and that CUDA_VISIBLE_DEVICES does not hide it",
@@ -253,16 +254,20 @@ def _cpus(facts: Facts, cpus: int) -> Iterator[Finding]:
     else:
         yield Finding("ok", f"{cpus} CPUs, all of the machine", "sessions take one thread for each")
     for name, value in facts.thread_variables.items():
-        threads = value.strip()
-        if threads.isdecimal() and int(threads) == cpus:
+        threads = _number(value.strip())
+        if threads == cpus:
             continue
-        harmful = not threads.isdecimal() or int(threads) > cpus
+        harmful = threads is None or threads > cpus
         yield Finding(
             "warning" if harmful else "note",
             f"{name} is {value!r}, and {cpus} CPUs may be used",
             _WHO_OBEYS[name],
             f"unset it, or set it to {cpus}",
         )
+
+
+def _number(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 def _bundle(runtime: RuntimeFacts, bundle: BundleFacts) -> Iterator[Finding]:

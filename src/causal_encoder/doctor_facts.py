@@ -23,7 +23,6 @@ from causal_encoder.errors import CausalEncoderError
 
 CUDA_MAJOR = 13  # of the libraries that serve/placement.py names
 CUDNN_LIBRARY, CUDNN_REQUIREMENT = "libcudnn.so.9", "nvidia-cudnn-cu13~=9.0"
-DRIVER_LIBRARY = "libcuda.so.1"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "ORT_INTRA_OP_NUM_THREADS")
 # An ONNX graph of one node, y = Abs(x) on one float.
 _GRAPH = (
@@ -62,6 +61,7 @@ class RuntimeFacts:
         cuda: the CUDA version it was built for, as "13.0"; empty without CUDA.
         providers: short names of the execution providers compiled in.
         cpu_problem, cuda_problem: why a node did not run there; empty if one did.
+        gpu_sign: what shows that a GPU is meant to be here; empty without such a sign.
         missing: CUDA libraries that cannot be loaded, with the pip requirement that brings
             each; empty for the driver, which none brings.
         driver_cuda: the newest CUDA version the driver takes; empty without a driver.
@@ -75,6 +75,7 @@ class RuntimeFacts:
     providers: tuple[str, ...]
     cpu_problem: str
     cuda_problem: str
+    gpu_sign: str
     missing: Mapping[str, str]
     driver_cuda: str
     highest_ir: int
@@ -93,7 +94,6 @@ class Facts:
         runtime_packages: the packages that bring the module onnxruntime.
         runtime: what ONNX Runtime can do here; None if it cannot be loaded.
         runtime_problem: why it cannot.
-        gpu_sign: what shows that a GPU is meant to be here; empty without such a sign.
         torch_cuda: the CUDA version torch was built for; empty for a CPU build.
         host_cpus: CPUs of the machine.
         thread_variables: those of THREAD_VARIABLES that are set.
@@ -104,7 +104,6 @@ class Facts:
     runtime_packages: tuple[str, ...]
     runtime: RuntimeFacts | None
     runtime_problem: str
-    gpu_sign: str
     torch_cuda: str
     host_cpus: int
     thread_variables: Mapping[str, str]
@@ -121,28 +120,12 @@ def gather(bundle: Path | None = None) -> Facts:
         runtime_packages=runtime_packages,
         runtime=runtime,
         runtime_problem=problem,
-        gpu_sign=find_gpu_sign(os.environ),
         torch_cuda=_torch_cuda(),
         host_cpus=os.cpu_count() or 1,
         thread_variables={
             name: os.environ[name] for name in THREAD_VARIABLES if os.environ.get(name)
         },
     )
-
-
-def find_gpu_sign(environment: Mapping[str, str], root: Path = Path("/")) -> str:
-    """What shows that a GPU is meant to be here, or empty.
-
-    A file of the NVIDIA driver, the driver's library, or a container that was asked for
-    GPUs. Whether they work is another question.
-    """
-    for file in ("proc/driver/nvidia", "dev/nvidia0"):
-        if (root / file).exists():
-            return f"/{file}"
-    if _load(DRIVER_LIBRARY):
-        return DRIVER_LIBRARY
-    visible = environment.get("NVIDIA_VISIBLE_DEVICES", "")
-    return f"NVIDIA_VISIBLE_DEVICES={visible}" if visible not in ("", "none", "void") else ""
 
 
 def _versions(names: tuple[str, ...]) -> dict[str, str]:
@@ -159,7 +142,10 @@ def _torch_cuda() -> str:
     spec = importlib.util.find_spec("torch")  # finds the folder, imports nothing
     if spec is None or spec.origin is None:
         return ""
-    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
     match = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)['\"]", text, flags=re.MULTILINE)
     return match[1] if match else ""
 
@@ -170,15 +156,18 @@ def _examine_in_child(bundle: Path | None) -> tuple[RuntimeFacts | None, str]:
     child = subprocess.run(  # noqa: S603  # this interpreter, and the line above
         [sys.executable, "-P", "-c", program, *([str(bundle)] if bundle else [])],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="backslashreplace",
         check=False,
     )
     if child.returncode < 0:
         return None, f"importing or loading it ended with {signal.Signals(-child.returncode).name}"
     if child.returncode > 0:
         return None, (child.stderr.strip().splitlines() or ["its process failed"])[-1]
-    # The libraries may have written to standard output too, but before.
-    fields = json.loads(child.stdout.splitlines()[-1])
+    try:  # the libraries may have written to standard output too, but before
+        fields = json.loads(child.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return None, "its process ended without an answer"
     bundle_fields = fields.pop("bundle")
     return RuntimeFacts(
         **fields | {"providers": tuple(fields["providers"])},
@@ -206,6 +195,7 @@ def _examine(bundle: str | None) -> RuntimeFacts:
         providers=tuple(name.removesuffix("ExecutionProvider") for name in providers),
         cpu_problem=_problem_on("cpu", probe_model(_OLD_IR, _OLD_OPSET)),
         cuda_problem=_problem_on("cuda", probe_model(_OLD_IR, _OLD_OPSET)),
+        gpu_sign=placement.gpu_sign(os.environ),
         missing=_missing_libraries() if has_cuda and sys.platform == "linux" else {},
         driver_cuda=_driver_cuda(),
         highest_ir=_highest(_OLD_IR, lambda version: probe_model(version, _OLD_OPSET)),
@@ -263,18 +253,14 @@ def _missing_libraries() -> dict[str, str]:
 
 
 def _driver_cuda() -> str:
-    driver = _load(DRIVER_LIBRARY)
+    from causal_encoder.serve import placement
+
     version = ctypes.c_int(0)
-    if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return ""
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
-
-
-def _load(library: str) -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL(library)
-    except OSError:
-        return None
+        status = ctypes.CDLL(placement.CUDA_DRIVER).cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):  # not there, or something else under its name
+        return ""
+    return "" if status else f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _examine_bundle(path: str, runtime_version: str) -> BundleFacts:

@@ -90,11 +90,11 @@ def sequence_too_long(length: int, max_len: int, position: str) -> SequenceTooLo
     remedy = (
         "its learned table has no further rows, so shorten the sequence"
         if "learned" in position
-        else "shorten the sequence or export again with a larger --max-len"
+        else "shorten the sequence or export again with a larger max_len (--max-len)"
     )
     return SequenceTooLongError(
         f"sequence length {length} is over max_len {max_len} of the {position} positions; "
-        f"{remedy} (a session can also cut it: overflow='truncate')"
+        f"{remedy}; a session can also cut it: overflow='truncate' (--overflow truncate)"
     )
 
 

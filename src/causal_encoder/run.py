@@ -105,6 +105,19 @@ def encode(session: EncoderSession, rows: Any) -> Hidden | list[Hidden]:
     return hidden
 
 
+def to_json(row: Hidden) -> str:
+    """One row as JSON; each number in the fewest digits that give the same float32 again."""
+    vectors = (", ".join(map(str, vector)) for vector in row)
+    return f"[{', '.join(f'[{vector}]' for vector in vectors)}]"
+
+
+def describe(hidden: Hidden | Sequence[Hidden]) -> str:
+    """Type and shape of what `encode` returned, in words."""
+    if isinstance(hidden, np.ndarray):
+        return f"{hidden.dtype} {hidden.shape}"
+    return f"float32, {len(hidden)} rows, {sum(map(len, hidden))} vectors in all"
+
+
 def write_hidden(hidden: Hidden | Sequence[Hidden], path: Path | None) -> None:
     """Write .npy or .jsonl by the name of the file, or JSON lines to standard output.
 
@@ -114,7 +127,7 @@ def write_hidden(hidden: Hidden | Sequence[Hidden], path: Path | None) -> None:
     """
     if path is None:
         for row in hidden:
-            sys.stdout.write(json.dumps(row.tolist()) + "\n")
+            sys.stdout.write(to_json(row) + "\n")
         sys.stdout.flush()  # a full disk must be an error now, not a remark at exit
     elif path.suffix == ".npy":
         if not isinstance(hidden, np.ndarray):
@@ -130,7 +143,7 @@ def write_hidden(hidden: Hidden | Sequence[Hidden], path: Path | None) -> None:
         def write(stream: Any) -> None:
             text = io.TextIOWrapper(stream, encoding="utf-8")
             for row in hidden:
-                text.write(json.dumps(row.tolist()) + "\n")
+                text.write(to_json(row) + "\n")
             text.detach()
 
         write_whole(path, write)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +34,8 @@ class Commands(click.Group):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         try:
-            return super().invoke(ctx)
+            with _warnings_from_logs():
+                return super().invoke(ctx)
         except CausalEncoderError as error:
             raise click.ClickException(" ".join(str(error).split())) from error
         except OSError as error:
@@ -50,6 +52,30 @@ class Commands(click.Group):
                 f"this command needs {error.name}, which is not installed; "
                 f"pip install 'causal-encoder[{extra}]'"
             ) from error
+
+
+class _WarnOnce(logging.Handler):
+    """Shows what the library logs as warnings of the command, each once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.shown: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(record.getMessage().split())
+        if text not in self.shown:
+            self.shown.add(text)
+            click.echo(f"Warning: {text}", err=True)
+
+
+@contextlib.contextmanager
+def _warnings_from_logs() -> Iterator[None]:
+    logger, handler = logging.getLogger("causal_encoder"), _WarnOnce()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextlib.contextmanager

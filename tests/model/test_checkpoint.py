@@ -20,6 +20,7 @@ from causal_encoder.errors import CheckpointError
 from causal_encoder.model import (
     CausalEncoder,
     EncoderConfig,
+    checkpoint,
     fingerprint,
     load_checkpoint,
     save_checkpoint,
@@ -252,6 +253,13 @@ def test_an_empty_folder_misses_its_config(tmp_path: Path) -> None:
     assert f"{tmp_path / CONFIG} is missing" in refusal(tmp_path)
 
 
+def test_a_bundle_in_place_of_a_checkpoint_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    assert refusal(tmp_path) == (
+        f"{tmp_path} is a bundle, not a checkpoint; pass the folder with config.json"
+    )
+
+
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink()
@@ -265,6 +273,26 @@ def test_a_folder_in_place_of_a_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
     (folder / name).mkdir()
     assert f"{folder / name} is not a regular file" in refusal(folder)
+
+
+def test_a_layer_that_is_used_twice_is_saved_twice(tmp_path: Path) -> None:
+    model = tiny.model(tiny.config(num_layers=2))
+    model.blocks[1] = model.blocks[0]
+    save_checkpoint(model, tmp_path / "c")
+    assert_same_weights(load_checkpoint(tmp_path / "c"), model)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind the superuser")
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, PICKLED])
+def test_a_file_that_may_not_be_read_is_named_with_the_reason(
+    folder: Path, state: dict[str, Tensor], name: str
+) -> None:
+    if name != WEIGHTS:
+        replace_weights(folder, state, PICKLED)
+    (folder / name).chmod(0)
+    message = refusal(folder)
+    assert str(folder / name) in message
+    assert "Permission denied" in message
 
 
 def test_a_dangling_link_is_a_missing_file(folder: Path) -> None:
@@ -463,6 +491,70 @@ def test_sizes_beyond_any_memory_are_refused(
     replace_weights(folder, state, name)
     (folder / CONFIG).write_text(json.dumps(SMALL.to_dict() | change))
     assert str(folder) in refusal(folder)
+
+
+@pytest.fixture
+def built_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices on which models were built."""
+    devices: list[str] = []
+
+    def build(config: EncoderConfig) -> CausalEncoder:
+        model = CausalEncoder(config)
+        devices.append(model.token_embedding.weight.device.type)
+        return model
+
+    monkeypatch.setattr(checkpoint, "CausalEncoder", build)
+    return devices
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"vocab_size": 10**12}, "token_embedding.weight has shape (3, 4)"),
+        ({"d_ff": 10**12}, "blocks.0.feed_forward.down.weight has shape (4, 3)"),
+        ({"max_len": 10**12, "position": "learned"}, "1 missing (first: positions.learned)"),
+        ({"num_layers": 1000}, "11988 missing"),
+    ],
+    ids=str,
+)
+def test_a_size_that_the_weights_do_not_have_is_named_before_memory_is_taken(
+    folder: Path,
+    state: dict[str, Tensor],
+    built_on: list[str],
+    change: dict[str, object],
+    named: str,
+) -> None:
+    replace_weights(folder, state)
+    (folder / CONFIG).write_text(json.dumps(SMALL.to_dict() | change))
+    assert named in refusal(folder)
+    assert built_on == ["meta"]
+
+
+@pytest.mark.parametrize("max_len", [2**28 + 1, 10**12, 10**17])
+def test_a_position_table_beyond_any_use_is_refused_with_the_longest_that_is_taken(
+    folder: Path, state: dict[str, Tensor], built_on: list[str], max_len: int
+) -> None:
+    replace_weights(folder, state)
+    (folder / CONFIG).write_text(json.dumps(SMALL.to_dict() | {"max_len": max_len}))
+    message = refusal(folder)
+    assert f"max_len {max_len}" in message
+    assert f"lower it to {2**28} or less" in message
+    assert built_on == ["meta"]
+
+
+def test_without_positions_max_len_takes_no_memory(folder: Path, state: dict[str, Tensor]) -> None:
+    replace_weights(folder, state)
+    endless = {"max_len": 10**12, "position": "none"}
+    (folder / CONFIG).write_text(json.dumps(SMALL.to_dict() | endless))
+    assert load_checkpoint(folder).config.max_len == 10**12
+
+
+def test_a_model_is_loaded_on_the_cpu_whatever_the_default_device_is(folder: Path) -> None:
+    with torch.device("meta"):
+        loaded = load_checkpoint(folder)
+    assert_same_weights(loaded, tiny.model(SMALL))
+    assert loaded.positions.sinusoidal is not None
+    assert loaded.positions.sinusoidal.device.type == "cpu"
 
 
 # ----------------------------------------------------------------- weights and their fit

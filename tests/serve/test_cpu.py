@@ -1,6 +1,9 @@
 """CPUs that a control group grants, read from trees like those of the kernel."""
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +209,51 @@ def test_a_session_takes_what_the_control_group_grants_unless_told_otherwise(
     monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
     assert EncoderSession(bundle, "cpu", threads=threads).run([[1]]).shape == (1, 1, 12)
     assert used == [expected]
+
+
+TASKS = Path("/proc/self/task")
+needs_tasks = pytest.mark.skipif(not TASKS.exists(), reason="threads are not listed here")
+
+
+@needs_tasks
+@pytest.mark.parametrize("value", [None, "7", "99999", "many", ""])
+def test_a_session_has_the_threads_that_were_asked_for_whatever_the_environment_says(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    for name in ("OMP_NUM_THREADS", "ORT_INTRA_OP_NUM_THREADS", "ORT_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    sessions = []  # kept: a session that ends takes its threads with it
+    for threads in (1, 2, 5):
+        before = {task.name for task in TASKS.iterdir()}
+        sessions.append(EncoderSession(bundle, "cpu", threads=threads))
+        sessions[-1].run([[1, 2, 3]])
+        give_up = time.monotonic() + 10  # one that was only there to load may still be ending
+        while (
+            len(started := {task.name for task in TASKS.iterdir()} - before) != threads - 1
+            and time.monotonic() < give_up
+        ):
+            time.sleep(0.005)
+        assert len(started) == threads - 1  # the caller works too
+
+
+@needs_tasks
+@pytest.mark.parametrize("threads", [None, 4])
+def test_in_a_set_of_cpus_smaller_than_the_host_nothing_is_pinned_outside_and_nothing_is_said(
+    bundle: Path, capfd: pytest.CaptureFixture[str], threads: int | None
+) -> None:
+    """Threads are pinned where their number is left open (onnxruntime issue 8313)."""
+    program = """
+import os, sys
+from pathlib import Path
+ours = {min(os.sched_getaffinity(0))}
+os.sched_setaffinity(0, ours)
+from causal_encoder.serve import EncoderSession
+session = EncoderSession(sys.argv[1], "cpu", threads=int(sys.argv[2]) or None)
+print(session.run([[1, 2, 3]]).shape, flush=True)
+tasks = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+assert all(os.sched_getaffinity(task) == ours for task in tasks), tasks
+"""
+    subprocess.run([sys.executable, "-c", program, bundle, str(threads or 0)], check=True)
+    assert capfd.readouterr() == ("(1, 3, 12)\n", "")

@@ -5,6 +5,7 @@ Every test goes through EncoderSession; nothing that is refused may reach ONNX R
 
 import array
 import warnings
+from collections import UserList, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,9 @@ LAYOUTS: dict[str, Callable[[Path], Any]] = {
     "list of arrays": lambda _: [np.array(row, np.uint8) for row in IDS],
     "array of bytes": lambda _: np.frombuffer(bytes(IDS[0] + IDS[1]), np.uint8).reshape(2, 6),
     "list of array.array": lambda _: [array.array("H", row) for row in IDS],
+    "list of memoryviews": lambda _: [memoryview(array.array("i", row)) for row in IDS],
+    "deques": lambda _: deque(map(deque, IDS)),
+    "UserLists": lambda _: UserList(map(UserList, IDS)),
     "NumPy scalars": lambda _: [[np.int16(i) for i in row] for row in IDS],
     "torch tensor": lambda _: torch.tensor(IDS, dtype=torch.int32),
 }
@@ -141,6 +145,20 @@ def test_an_empty_batch_gives_an_empty_result(
 
 # Refused: type and rank.
 
+
+class Items:
+    """A sequence to NumPy, though it is of no class that Python knows as one."""
+
+    def __init__(self, *items: object) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> object:
+        return self.items[index]
+
+
 WRONG_TYPES: dict[str, tuple[Any, str]] = {
     "float64": (np.array(IDS, np.float64), "float64"),
     "float32": (np.array(IDS, np.float32), "float32"),
@@ -154,6 +172,11 @@ WRONG_TYPES: dict[str, tuple[Any, str]] = {
     "a bool in a later row": ([[5, 6], [7, False]], "bool"),
     "a bool in a tuple": (((5, True),), "bool"),
     "a row of bools beside a row of integers": ([np.array([True]), np.array([1])], "bool"),
+    "a bool in a deque": ([deque([5, True])], "bool"),
+    "a bool in a deque of deques": (deque([deque([5]), deque([False])]), "bool"),
+    "a bool in a UserList": (UserList([UserList([5, True])]), "bool"),
+    "a bool in a class with items": ([Items(5, True)], "bool"),
+    "a bool in an array of another library": ([[torch.tensor(True), 5]], "bool"),
     "strings": ([["5", "9"]], "U1"),
     "an array of strings": (np.array([["5"]]), "U1"),
     "bytes in a list": ([[b"5"]], "S1"),
@@ -205,11 +228,39 @@ def test_what_is_no_array_at_all_is_refused(session: EncoderSession, ids: Any, n
     assert "expected integers" in message
 
 
+BYTES: tuple[Any, ...] = (b"59", bytearray(b"59"), memoryview(b"59"))
+
+
+@pytest.mark.parametrize("content", BYTES, ids=lambda value: type(value).__name__)
+def test_bytes_of_text_are_not_ids(session: EncoderSession, content: Any) -> None:
+    for ids in (content, [content]):
+        message = refused(InvalidInputError, session.run, ids)
+        assert "expected integers" in message
+    message = refused(InvalidInputError, session.encode, [[1], content])
+    assert message.startswith("sequence 1: ")
+    assert type(content).__name__ in message
+    assert session.run([np.frombuffer(b"\5\11", np.uint8)]).shape == (1, 2, 12), "the remedy"
+
+
+def test_a_mask_is_refused_and_not_lost(session: EncoderSession, reference: Reference) -> None:
+    ids = np.ma.masked_array(np.array(IDS), np.array([[0, 0, 0, 0, 1, 1], [0] * 6]))
+    for form in (ids, list(ids), [ids[1], ids[0]]):
+        for call in (session.run, session.encode):
+            message = refused(InvalidInputError, call, form)
+            assert "mask" in message
+            assert "filled" in message
+    np.testing.assert_allclose(
+        session.run(ids.filled(0))[0, :4], reference([IDS[0][:4]])[0], atol=1e-5
+    )
+
+
 @pytest.mark.parametrize(
     ("ids", "shape"),
     [
         (5, "()"),
         (np.int64(5), "()"),
+        (2**70, "()"),
+        (deque(), "(0,)"),
         ([1, 2, 3], "(3,)"),
         (np.arange(3), "(3,)"),
         ([[[1]]], "(1, 1, 1)"),
@@ -458,7 +509,7 @@ def test_results_are_arrays_of_their_own(session: EncoderSession) -> None:
     assert session.run([[1, 2]]).any()
 
 
-@pytest.mark.parametrize("empty", [[], (), np.zeros(0, np.int64)], ids=repr)
+@pytest.mark.parametrize("empty", [[], (), np.zeros(0, np.int64), deque(), range(0)], ids=repr)
 def test_an_empty_row_is_named(session: EncoderSession, empty: Any) -> None:
     message = refused(EmptySequenceError, session.encode, [[1], [2, 3], empty, [4]])
     assert "sequence 2" in message

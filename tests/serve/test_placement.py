@@ -21,6 +21,8 @@ import pytest
 
 from causal_encoder.errors import BundleError, DeviceError
 from causal_encoder.serve import EncoderSession, Placement, placement
+from causal_encoder.serve.placement import gpu_sign
+from tests.bundles import reseal
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -67,6 +69,11 @@ class OnCuda:
         return getattr(self.session, name)
 
 
+def refuse_kernels(*_: Any, **__: Any) -> None:
+    """Opens a model as ONNX Runtime opens bf16 on CPU."""
+    raise type("NotImplemented", (Exception,), {})("Could not find an implementation for Add(14)")
+
+
 class Runtime:
     """Stands in for onnxruntime.InferenceSession where CUDA seems to work."""
 
@@ -74,7 +81,7 @@ class Runtime:
         self.subgraphs = subgraphs
         self.opened: list[Any] = []
         self.reason: Exception | None = None
-        self.open_on_cpu = onnxruntime.InferenceSession
+        self.open_on_cpu: Callable[..., Any] = onnxruntime.InferenceSession
 
     def __call__(self, path: str, options: Any, providers: Sequence[Any], **others: Any) -> Any:
         self.opened.append((providers, others))
@@ -96,6 +103,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runtime]:
         return runtime
 
     return install
+
+
+@pytest.fixture
+def gpu_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something shows a GPU."""
+    monkeypatch.setattr(placement, "gpu_sign", lambda _: "/dev/nvidia0")
 
 
 def warnings_in(log: pytest.LogCaptureFixture) -> list[str]:
@@ -171,7 +184,7 @@ def test_cuda_with_a_runtime_that_was_built_without_it_is_refused_with_the_remed
     assert "onnxruntime-gpu" in str(caught.value)
 
 
-@pytest.mark.usefixtures("no_libraries")
+@pytest.mark.usefixtures("no_libraries", "gpu_expected")
 def test_auto_takes_cpu_where_cuda_cannot_work_and_says_why_once(
     bundle: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,10 +193,25 @@ def test_auto_takes_cpu_where_cuda_cannot_work_and_says_why_once(
     assert set(found.nodes) == {CPU}
     assert "not found" in found.reason
     (line,) = warnings_in(caplog)
-    assert "running on CPU" in line
-    assert found.reason in line
+    assert line == f"/dev/nvidia0 shows a GPU, but the session is running on CPU: {found.reason}"
 
 
+@pytest.mark.usefixtures("no_libraries")
+def test_auto_takes_cpu_without_a_warning_where_no_gpu_is_expected(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(placement, "gpu_sign", lambda _: "")
+    with caplog.at_level(logging.INFO):
+        found = EncoderSession(bundle).placement
+    assert found.device == "cpu"
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()) == (
+        logging.INFO,
+        f"running on CPU: {found.reason}",
+    )
+
+
+@pytest.mark.usefixtures("gpu_expected")
 def test_auto_takes_cpu_without_a_warning_where_the_runtime_knows_no_cuda(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -315,6 +343,7 @@ def test_of_many_nodes_left_on_cpu_the_first_are_named_and_all_counted(
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.usefixtures("gpu_expected")
 def test_auto_takes_cpu_whole_where_cuda_leaves_a_node_behind(
     bundle: Path, pretend: Callable[..., Runtime], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -328,6 +357,7 @@ def test_auto_takes_cpu_whole_where_cuda_leaves_a_node_behind(
     assert session.run([[1, 2]]).shape == (1, 2, 12)
 
 
+@pytest.mark.usefixtures("gpu_expected")
 def test_an_error_while_cuda_starts_is_the_reason_in_one_line(
     bundle: Path, pretend: Callable[..., Runtime], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -350,6 +380,29 @@ def test_an_error_without_a_text_is_named_by_its_type(
         EncoderSession(bundle, "cuda")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "auto"])
+@pytest.mark.parametrize("content", [b"", b"not a model"], ids=repr)
+def test_a_model_that_cannot_be_read_is_no_fault_of_the_device(
+    copy: Path, pretend: Callable[..., Runtime], device: str, content: bytes
+) -> None:
+    """Its hash fits, as after an export that went wrong."""
+    (copy / "model.onnx").write_bytes(content)
+    reseal(copy)
+    pretend().reason = RuntimeError("protobuf parsing failed")
+    with pytest.raises(BundleError, match=r"model\.onnx"):
+        EncoderSession(copy, device)
+
+
+def test_a_model_that_the_cpu_reads_but_has_no_kernels_for_is_the_fault_of_the_device(
+    bundle: Path, pretend: Callable[..., Runtime]
+) -> None:
+    runtime = pretend()
+    runtime.reason = RuntimeError("out of memory")
+    runtime.open_on_cpu = refuse_kernels
+    with pytest.raises(DeviceError, match="out of memory"):
+        EncoderSession(bundle, "cuda")
+
+
 @pytest.mark.parametrize(("limit", "option"), [(None, None), (2**30, str(2**30))])
 def test_cuda_is_opened_in_full_precision_with_a_memory_limit_if_asked(
     bundle: Path, pretend: Callable[..., Runtime], limit: int | None, option: str | None
@@ -368,6 +421,33 @@ def test_a_damaged_bundle_is_refused_before_a_device_is_looked_for(copy: Path) -
     for device in ("auto", "cpu", "cuda"):
         with pytest.raises(BundleError):
             EncoderSession(copy, device)
+
+
+# What shows a GPU.
+
+
+def test_without_a_sign_of_a_gpu_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_loads", lambda _: False)
+    for value in ("", "none", "void"):
+        assert gpu_sign({"NVIDIA_VISIBLE_DEVICES": value}, str(tmp_path)) == ""
+    assert gpu_sign({}, str(tmp_path)) == ""
+
+
+def test_a_container_asked_for_gpus_the_driver_and_its_files_are_signs_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"NVIDIA_VISIBLE_DEVICES": "all"}
+    monkeypatch.setattr(placement, "_loads", lambda _: False)
+    assert gpu_sign(asked, str(tmp_path)) == "NVIDIA_VISIBLE_DEVICES=all"
+    monkeypatch.setattr(placement, "_loads", lambda _: True)
+    assert gpu_sign(asked, str(tmp_path)) == "libcuda.so.1"
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert gpu_sign(asked, str(tmp_path)) == "/dev/nvidia0"
+    (tmp_path / "proc" / "driver" / "nvidia").mkdir(parents=True)
+    assert gpu_sign(asked, str(tmp_path)) == "/proc/driver/nvidia"
 
 
 # CUDA itself.

@@ -1,4 +1,4 @@
-"""One session under load: many threads, and many calls in a memory that stays as it is."""
+"""One session under load: many threads, wrong values on the device, and too little memory."""
 
 import subprocess
 import sys
@@ -6,12 +6,20 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime
 import pytest
+import torch
 
-from causal_encoder.errors import SequenceTooLongError, TokenOutOfRangeError
+from causal_encoder.errors import (
+    DeviceError,
+    InputError,
+    SequenceTooLongError,
+    TokenOutOfRangeError,
+)
 from causal_encoder.serve import EncoderSession
 
 Reference = Callable[[object], npt.NDArray[np.float32]]
@@ -62,6 +70,133 @@ def test_32_threads_with_mixed_shapes_and_bad_input_each_get_their_own_numbers(
 
     with ThreadPoolExecutor(THREADS) as pool:
         assert max(pool.map(work, range(THREADS))) < TOLERANCE
+
+
+# Ids that the caller has put on the device.
+
+IDS = np.arange(10).reshape(2, 5)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        *(IDS.astype(kind) for kind in ("int32", "uint8", "uint64", "float64", "float32", "bool")),
+        IDS[0],
+        IDS[None],
+        IDS[:, :0],
+    ],
+    ids=lambda ids: f"{ids.dtype} {ids.shape}",
+)
+def test_ids_on_the_device_of_another_type_or_rank_are_refused(
+    session: EncoderSession, ids: npt.NDArray[Any]
+) -> None:
+    """Where a pointer is bound instead, int32 is read as int64 (onnxruntime issue 10299)."""
+    with pytest.raises(InputError, match=r"expected tensor\(int64\)|two axes|0 tokens"):
+        session.run_on_device(onnxruntime.OrtValue.ortvalue_from_numpy(ids))
+    assert session.run(IDS).shape == (2, 5, 12)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.ascontiguousarray(IDS.T).T,
+        np.repeat(IDS, 3, axis=1)[:, ::3],
+        IDS[:, ::-1].copy()[:, ::-1],
+        np.repeat(IDS, 2, axis=0)[::2],
+    ],
+    ids=["transposed", "strided", "reversed", "every second row"],
+)
+def test_ids_on_the_device_that_are_not_contiguous_give_the_same_numbers_or_are_refused(
+    session: EncoderSession, ids: npt.NDArray[np.int64]
+) -> None:
+    expected = session.run(IDS)
+    value = onnxruntime.OrtValue.ortvalue_from_numpy(ids)
+    np.testing.assert_array_equal(session.run_on_device(value).numpy(), expected)
+    with pytest.raises(RuntimeError, match=r"[Cc]ontiguous"):
+        onnxruntime.OrtValue.from_dlpack(torch.from_numpy(np.ascontiguousarray(IDS.T)).T)
+
+
+def test_ids_on_the_device_may_be_dropped_by_the_caller_before_the_result_is_read(
+    session: EncoderSession,
+) -> None:
+    expected = [session.run(ids_of(number)) for number in range(len(SHAPES))]
+    results = [
+        session.run_on_device(onnxruntime.OrtValue.ortvalue_from_numpy(ids_of(number)))
+        for number in range(len(SHAPES))
+    ]
+    for result, wanted in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result.numpy(), wanted)
+
+
+def test_ids_on_the_device_that_no_one_checked_are_never_answered_plausibly(
+    session: EncoderSession,
+) -> None:
+    swapped = IDS.astype(">i8")  # an OrtValue knows no byte order: 1 becomes 2^56
+    for ids, first_bad in ((swapped, 1), (IDS - 1, 0), (IDS + 37, 0)):
+        value = onnxruntime.OrtValue.ortvalue_from_numpy(ids)
+        hidden = session.run_on_device(value).numpy()
+        assert np.isnan(hidden[0, first_bad:]).all()
+
+
+# Too little memory.
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc/self/statm")
+def test_too_little_memory_is_told_with_the_batch_and_the_session_works_on(
+    bundle: Path, reference: Reference
+) -> None:
+    resource = pytest.importorskip("resource")
+    session = EncoderSession(bundle, "cpu", threads=1)
+    many = np.zeros((60_000, 24), np.int64)
+    np.testing.assert_allclose(session.run(IDS), reference(IDS), atol=TOLERANCE)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, limits[1]))
+    try:
+        for _ in range(3):
+            with pytest.raises(DeviceError, match="a batch of 60000 x 24") as told:
+                session.run(many)
+            assert "try a smaller one" in str(told.value)
+            assert "\n" not in str(told.value)
+            small = session.run(IDS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    np.testing.assert_allclose(small, reference(IDS), atol=TOLERANCE)
+
+
+# The same on a GPU; what can be seen without one is in tests/cuda.
+
+
+@pytest.mark.gpu
+def test_cuda_memory_stays_as_it_is_over_many_shapes(bundle: Path) -> None:
+    session = EncoderSession(bundle, "cuda")
+    free = []
+    for _ in range(4):
+        for number in range(2500):
+            session.run(ids_of(number))
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[1] - free[-1] < GROWTH_LIMIT_BYTES
+
+
+@pytest.mark.gpu
+def test_too_little_memory_on_cuda_is_told_and_the_session_works_on(
+    bundle: Path, reference: Reference
+) -> None:
+    session = EncoderSession(bundle, "cuda", gpu_memory_limit_bytes=2**24)
+    for _ in range(3):
+        with pytest.raises(DeviceError, match="a batch of 60000 x 24"):
+            session.run(np.zeros((60_000, 24), np.int64))
+        np.testing.assert_allclose(session.run(IDS), reference(IDS), atol=TOLERANCE)
+
+
+@pytest.mark.gpu
+def test_sessions_on_one_gpu_are_opened_and_used_by_many_threads_at_once(
+    bundle: Path, reference: Reference
+) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: EncoderSession(bundle, "cuda").run(IDS), range(16)))
+    for hidden in results:
+        np.testing.assert_allclose(hidden, reference(IDS), atol=TOLERANCE)
 
 
 # In a process of its own: memory that earlier tests have freed would hide a leak.
