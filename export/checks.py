@@ -55,7 +55,10 @@ def source(subject: Subject) -> Finding:
     """The bundle names the weights that it is checked against."""
     if subject.manifest.checkpoint_sha256 == fingerprint(subject.model):
         return Finding()
-    return Finding(detail="the bundle was exported from other weights than these")
+    return Finding(
+        detail="the bundle was exported from other weights than these; name its own checkpoint, "
+        "or export it again"
+    )
 
 
 def weights_exact(subject: Subject) -> Finding:

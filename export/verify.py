@@ -115,7 +115,10 @@ def verify(
             for name, value in config.to_dict().items()
             if value != getattr(alike, name)
         )
-        difference = f"{name} is {theirs!r} in the bundle, {getattr(alike, name)!r} in the model"
+        difference = (
+            f"{name} is {theirs!r} in the bundle, {getattr(alike, name)!r} in the model; name its "
+            "own checkpoint"
+        )
         return Report(
             format=manifest.format,
             device="cpu",

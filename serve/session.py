@@ -92,6 +92,7 @@ class EncoderSession:
                     "export the checkpoint with 'causal-encoder export onnx'"
                 )
             check_runtime(opened, onnxruntime.__version__)
+            requested = device
             if opened.manifest.precision == "bf16":
                 if device == "cpu":
                     raise DeviceError(
@@ -103,6 +104,12 @@ class EncoderSession:
                 self._session, self._placement = open_on(
                     device, _utf_8(opened.model_path), options, cuda_options
                 )
+            except DeviceError as error:
+                if opened.manifest.precision != "bf16" or requested == "cuda":
+                    raise
+                raise DeviceError(
+                    f"a bf16 bundle runs on CUDA alone, and {error}; or export fp32 or fp16"
+                ) from error
             except CausalEncoderError:
                 raise
             except Exception as error:  # ONNX Runtime has no public base class for its errors

@@ -1,6 +1,5 @@
 """The command `bench`: what is asked for and where it goes is checked before measuring."""
 
-import os
 import shlex
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from causal_encoder.files import write_whole
-from causal_encoder.options import device_option, json_option
+from causal_encoder.options import check_outputs, device_option, json_option
 from causal_encoder.terminal import positive_list, progress_bar, write_json
 
 
@@ -82,9 +81,10 @@ def bench(
         raise click.UsageError("--against needs --checkpoint")
     if json_path == csv_path == "-":
         raise click.UsageError("--json and --csv cannot both be - for standard output")
-    _check_outputs(
+    check_outputs(
         {"--json": json_path, "--csv": csv_path, "--markdown": markdown_path, "--plot": plot_path}
     )
+    _check_picture(plot_path)
     with progress_bar() as progress:
         result = bench.run_benchmark(
             bundles,
@@ -127,23 +127,11 @@ def typed(context: click.Context) -> str:
     return shlex.join(words)
 
 
-def _check_outputs(paths: dict[str, str | None]) -> None:
-    """Refuse now what could not be written after minutes of measuring."""
-    for option, path in paths.items():
-        if path is None or path == "-":
-            continue
-        target = Path(path).absolute()
-        is_device = target.exists() and not target.is_file()
-        if not is_device and not target.parent.is_dir():
-            raise click.BadParameter(
-                f"{path}: there is no folder {target.parent}; make it first", param_hint=option
-            )
-        if not os.access(target if is_device else target.resolve().parent, os.W_OK):
-            raise click.BadParameter(f"{path} cannot be written", param_hint=option)
-    if (picture := paths["--plot"]) is not None:
+def _check_picture(path: str | None) -> None:
+    if path is not None:
         from causal_encoder.plots import check_ending
 
-        check_ending(picture)
+        check_ending(path)
 
 
 def _write_text(path: str, text: str) -> None:

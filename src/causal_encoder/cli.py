@@ -17,6 +17,7 @@ from causal_encoder.bench_command import bench
 from causal_encoder.errors import CheckpointError, ConfigError, DeviceError
 from causal_encoder.options import (
     bundle_argument,
+    check_outputs,
     checkpoint_argument,
     device_option,
     json_option,
@@ -178,9 +179,10 @@ def _export(
 
     with progress_bar() as progress:
         manifest = exporter(load_checkpoint(checkpoint), bundle, progress=progress, **options)
+    form = f" for {manifest.target}" * (manifest.target != "portable")
     size_bytes = sum(file.size_bytes for file in manifest.files.values())
     click.echo(
-        f"{bundle}: {manifest.format} {manifest.precision}, {size_bytes / 2**20:.1f} MiB, "
+        f"{bundle}: {manifest.format} {manifest.precision}{form}, {size_bytes / 2**20:.1f} MiB, "
         f"max_len {manifest.max_len}; {render.summary(manifest)}"
     )
 
@@ -210,6 +212,7 @@ def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -
             raise click.UsageError(
                 f"--device cuda does not apply to {bundle}, a {kind} bundle; pass --device cpu"
             )
+    check_outputs({"--json": json_path})
     with progress_bar() as progress:
         try:
             report = verify(bundle, load_checkpoint(checkpoint), device=device, progress=progress)
@@ -224,7 +227,8 @@ def verify(bundle: Path, checkpoint: Path, device: str, json_path: str | None) -
         click.echo(f"Error: {report.first_failure}", err=True)
         raise click.exceptions.Exit(EXIT_REFUSED)
     if report.verdict == "unchecked":
-        click.echo("Error: not all could be checked here, see the table", err=True)
+        reason = next(check.detail for check in report.checks if check.passed is None)
+        click.echo(f"Error: not all could be checked here: {reason}", err=True)
         raise click.exceptions.Exit(EXIT_CANNOT_CHECK)
 
 
@@ -275,6 +279,7 @@ def run(
         raise click.UsageError("pass either --ids or --input")
     if output_path is not None and output_path.suffix not in (".npy", ".jsonl"):
         raise click.BadParameter("expected a name in .npy or .jsonl", param_hint="--output")
+    check_outputs({"--output": None if output_path is None else str(output_path)})
     rows = road.parse_ids(ids) if ids is not None else road.read_rows(str(input_path))
     session = EncoderSession(bundle, device, overflow=overflow)
     with warnings.catch_warnings(record=True) as caught:
@@ -390,5 +395,6 @@ def plot_positions_command(checkpoint: Path, output: str) -> None:
     from causal_encoder.model import load_checkpoint
     from causal_encoder.plots import plot_positions
 
+    check_outputs({"--output": output})
     plot_positions(load_checkpoint(checkpoint), Path(output))
     click.echo(output)

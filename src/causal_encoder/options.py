@@ -1,5 +1,7 @@
 """Arguments and options that several commands share."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -19,3 +21,22 @@ json_option = click.option(
     type=click.Path(dir_okay=False, allow_dash=True),
     help="Write the result as JSON to this file; - is standard output.",
 )
+
+
+def check_outputs(paths: Mapping[str, str | None]) -> None:
+    """Refuse now what could not be written after minutes of work.
+
+    Args:
+        paths: the file of each option; None if it was not given, - for standard output.
+    """
+    for option, path in paths.items():
+        if path is None or path == "-":
+            continue
+        target = Path(path).absolute()
+        is_device = target.exists() and not target.is_file()
+        if not is_device and not target.parent.is_dir():
+            raise click.BadParameter(
+                f"{path}: there is no folder {target.parent}; make it first", param_hint=option
+            )
+        if not os.access(target if is_device else target.resolve().parent, os.W_OK):
+            raise click.BadParameter(f"{path} cannot be written", param_hint=option)

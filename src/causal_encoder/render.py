@@ -50,6 +50,12 @@ def print_report(report: "Report", console: Console) -> None:
     for check in report.checks:
         if check.passed is False:
             console.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
+    reasons: dict[str, list[str]] = {}
+    for check in report.checks:
+        if check.passed is None:
+            reasons.setdefault(check.detail, []).append(check.name)
+    for reason, names in reasons.items():
+        console.print(f"unchecked: {', '.join(names)}: {reason}", markup=False, soft_wrap=True)
     if report.proven:
         console.print(f"proven: {len(report.checks)} checks", highlight=False)
 
@@ -78,7 +84,10 @@ def print_manifest(name: str, manifest: "Manifest", console: Console) -> None:
 def _manifest_rows(manifest: "Manifest") -> Iterator[tuple[str, str]]:
     versions = f"opset {manifest.opset}, IR {manifest.ir_version}, " if manifest.opset else ""
     oldest = f", ONNX Runtime {manifest.min_onnxruntime} or later" * bool(manifest.min_onnxruntime)
-    yield "format", f"{manifest.format}, {versions}{manifest.precision}, {manifest.target}{oldest}"
+    yield (
+        "format",
+        f"{manifest.format}, {versions}{manifest.precision}, target {manifest.target}{oldest}",
+    )
     for kind, tensors in (("input", manifest.inputs), ("output", manifest.outputs)):
         for tensor in tensors:
             yield kind, f"{tensor.name} {tensor.dtype} ({', '.join(map(str, tensor.axes))})"

@@ -84,9 +84,14 @@ def _parse_lines(lines: Iterable[str], source: str) -> list[list[Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"{source}, line {number} is not JSON: {error}") from error
+            raise InvalidInputError(
+                f"{source}, line {number} is not JSON: {error}; write a list of ids, such as "
+                "[5, 9, 2]"
+            ) from error
         if not isinstance(row, list):
-            raise InvalidInputError(f"{source}, line {number} is not a list of ids")
+            raise InvalidInputError(
+                f"{source}, line {number} is not a list of ids such as [5, 9, 2]"
+            )
         rows.append(row)
     return rows
 

@@ -220,12 +220,12 @@ def _model_of(job: Job) -> "CausalEncoder":
     assert job.checkpoint is not None
     with open_bundle(job.bundle) as opened:
         manifest = opened.manifest
-    model = prepare(load_checkpoint(job.checkpoint), manifest.max_len)
-    if fingerprint(model) != manifest.checkpoint_sha256:
+    loaded = load_checkpoint(job.checkpoint)
+    if fingerprint(loaded) != manifest.checkpoint_sha256:
         raise CheckpointError(
             f"{job.bundle} was not exported from {job.checkpoint}; name its own checkpoint"
         )
-    return model
+    return prepare(loaded, manifest.max_len)
 
 
 def _set_up_torch(job: Job) -> str:
