@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ OPTIMIZATION_LEVELS = {
     "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
 _ORT_LOG_FATAL = 4
+_WHERE_VALUES_ARE = {"raw_data", "external_data", "data_location"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,9 +112,8 @@ def facts_of_archive(file: BinaryIO, format: str) -> Facts:  # noqa: A002
     extra: dict[str, Any] = {METADATA_EXTRA: ""}
     if format == "torchscript":
         return _script_facts(_load_script(file, extra), json.loads(extra[METADATA_EXTRA]))
-    return _program_facts(
-        torch.export.load(file, extra_files=extra), json.loads(extra[METADATA_EXTRA])
-    )
+    program = torch.export.load(file, extra_files=extra)
+    return _program_facts(program, json.loads(extra[METADATA_EXTRA]), zipfile.ZipFile(file))
 
 
 def _script_facts(scripted: torch.jit.ScriptModule, metadata: Mapping[str, str]) -> Facts:
@@ -128,11 +129,13 @@ def _script_facts(scripted: torch.jit.ScriptModule, metadata: Mapping[str, str])
         operators=operators,
         metadata=metadata,
         graph=tuple(_script_lines(scripted)),
-        weights=_digests(scripted.state_dict()),
+        weights=_digests(scripted.state_dict() | dict(scripted.named_buffers())),
     )
 
 
-def _program_facts(program: ExportedProgram, metadata: Mapping[str, str]) -> Facts:
+def _program_facts(
+    program: ExportedProgram, metadata: Mapping[str, str], archive: zipfile.ZipFile
+) -> Facts:
     nodes = program.graph_module.graph.nodes
     (ids,) = (node for node in nodes if node.name in program.graph_signature.user_inputs)
     return Facts(
@@ -142,11 +145,7 @@ def _program_facts(program: ExportedProgram, metadata: Mapping[str, str]) -> Fac
             name if isinstance(size, torch.SymInt) else int(size)
             for name, size in zip(INPUT.axes, ids.meta["val"].shape, strict=True)
         ),
-        graph=(
-            *(f"{n.op} {n.target} {n.name} {n.args} {n.kwargs}" for n in nodes),
-            str(program.graph_signature),
-            str(list(program.range_constraints.values())),
-        ),
+        graph=tuple(_program_lines(archive)),
         weights=_digests(program.state_dict | program.constants),
     )
 
@@ -154,6 +153,10 @@ def _program_facts(program: ExportedProgram, metadata: Mapping[str, str]) -> Fac
 def _onnx_lines(proto: onnx.ModelProto) -> Iterator[str]:
     """Nodes with all they hold, by their digests; tensors by name, type and shape."""
     graph = proto.graph
+    yield f"ir {proto.ir_version}"
+    for prop in proto.metadata_props:
+        if not prop.key.endswith(".version"):
+            yield f"metadata {prop.key} {prop.value}"
     for kind, parts in (
         ("opset", proto.opset_import),
         ("function", proto.functions),
@@ -166,7 +169,9 @@ def _onnx_lines(proto: onnx.ModelProto) -> Iterator[str]:
         for part in parts:
             yield f"{kind} {_digest_of(part)}"
     for tensor in graph.initializer:
-        yield f"tensor {tensor.name} {tensor.data_type} {list(tensor.dims)}"
+        # Where the values are is not part of it, but a second set of them would be.
+        fields = sorted({field.name for field, _ in tensor.ListFields()} - _WHERE_VALUES_ARE)
+        yield f"tensor {tensor.name} {tensor.data_type} {list(tensor.dims)} {fields}"
     for node in graph.node:
         yield f"{node.op_type} {node.name} {_digest_of(node)}"
 
@@ -183,6 +188,9 @@ def _values(tensor: onnx.TensorProto, folder: Path | None) -> Array:
     location = where["location"]
     if folder is None or Path(location).name != location:
         raise BundleError(f"{tensor.name} is stored in {location!r}, outside of the bundle")
+    if odd := set(where) - {"location", "offset", "length"}:
+        # ONNX Runtime takes weights it once packed from there, in place of these.
+        raise BundleError(f"{tensor.name} has an entry {min(odd)!r} beside where its values are")
     dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
     offset, shape = int(where.get("offset", 0)), tuple(tensor.dims)
     return np.memmap(folder / location, dtype, "r", offset, shape)
@@ -193,13 +201,37 @@ def _digest_of(part: Any) -> str:
 
 
 def _script_lines(scripted: torch.jit.ScriptModule) -> Iterator[str]:
-    """The inlined graph; names of values and classes are numbered anew by each loading."""
+    """Every method of every module, its attributes and its hooks.
+
+    Names of values and classes are numbered anew by each loading.
+    """
+    for name, module in scripted.named_modules():
+        for hook in (*module._c._get_forward_pre_hooks(), *module._c._get_forward_hooks()):
+            yield f"hook {name} {hook.name}"
     numbers: dict[str, str] = {}
-    for line in str(scripted.inlined_graph).splitlines():
-        code = re.sub(r"___torch_mangle_\d+\.| +# .*", "", line)
+    for line in scripted._c.dump_to_str(True, True, False).splitlines():
+        code = re.sub(r"___torch_mangle_\d+\.| +# .*| at 0x[0-9a-f]+", "", line)
+        if code.lstrip().startswith("method "):
+            numbers.clear()
         yield re.sub(
             r"%[\w.]+", lambda name: numbers.setdefault(name[0], f"%{len(numbers)}"), code
         ).strip()
+
+
+def _program_lines(archive: zipfile.ZipFile) -> Iterator[str]:
+    """The names in the archive and its JSON files, without the notes of where code came from."""
+    for name in sorted(archive.namelist()):
+        place = name.partition("/")[2]
+        if place.endswith(".json") and not place.startswith("extra/"):
+            fields = json.loads(archive.read(name), object_hook=_without_notes)
+            for key in sorted(fields):
+                yield f"{place} {key} {json.dumps(fields[key], sort_keys=True)}"
+        else:
+            yield place
+
+
+def _without_notes(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != "metadata"}
 
 
 def _digests(state: Mapping[str, Any]) -> Mapping[str, str]:

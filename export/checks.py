@@ -14,7 +14,7 @@ from causal_encoder.errors import (
 )
 from causal_encoder.export.artifact import OPTIMIZATION_LEVELS
 from causal_encoder.export.chunked import CHUNKED_ATTENTION
-from causal_encoder.export.prepare import INPUT, metadata, output_of, tool_versions
+from causal_encoder.export.prepare import INPUT, MIN_ONNXRUNTIME, metadata, output_of, tool_versions
 from causal_encoder.export.subject import Array, Subject, grid_lengths
 from causal_encoder.export.wrapper import ATTENTION_OPSET
 from causal_encoder.model import fingerprint
@@ -96,10 +96,19 @@ def graph_as_traced(subject: Subject) -> Finding:
 def facts_agree(subject: Subject) -> Finding:
     """The model file says of itself what the manifest says of it."""
     manifest, facts = subject.manifest, subject.facts
+    if manifest.format != "onnx" and (manifest.precision, manifest.target) != ("fp32", "portable"):
+        form = f"{manifest.precision} for {manifest.target}"
+        return Finding(detail=f"a {manifest.format} bundle says {form}, expected fp32 for portable")
     pairs: Mapping[str, tuple[object, object]] = {
         "operators": (dict(facts.operators), dict(manifest.operators)),
         "opset": (facts.opset, manifest.opset),
         "ir_version": (facts.ir_version, manifest.ir_version),
+        "inputs": ((INPUT,), manifest.inputs),
+        "outputs": ((output_of(subject.model.config),), manifest.outputs),
+        "min_onnxruntime": (
+            MIN_ONNXRUNTIME if manifest.format == "onnx" else None,
+            manifest.min_onnxruntime,
+        ),
         **{
             key: (facts.metadata.get(key), value)
             for key, value in metadata(

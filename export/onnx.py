@@ -10,13 +10,12 @@ from causal_encoder.errors import ExportError
 from causal_encoder.export.artifact import Facts, facts_of_onnx
 from causal_encoder.export.prepare import prepare
 from causal_encoder.export.publish import publish
-from causal_encoder.export.trace import trace_onnx
+from causal_encoder.export.trace import OPSETS, trace_onnx
 from causal_encoder.export.verify import Progress
 from causal_encoder.export.wrapper import ATTENTION_OPSET, DTYPES
 from causal_encoder.model import CausalEncoder
 from causal_encoder.serve.bundle import PRECISIONS, TARGETS, Manifest
 
-OPSETS = range(18, 24)
 DEFAULT_OPSET = 23
 _WITHOUT_KERNELS = {("int8", "cuda"), ("bf16", "cpu")}
 # A protobuf ends at 2 GiB, and readers copy one whole: above this, weights go beside it.

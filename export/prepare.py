@@ -15,9 +15,19 @@ from causal_encoder.errors import ConfigError, ExportError
 from causal_encoder.model import CausalEncoder, EncoderConfig
 from causal_encoder.serve.bundle import Tensor
 
+_ALIKE_LENGTH = 16
+# Relative L2 differences; the model may be on a GPU, and in half precision.
+_ALIKE_LIMITS = {
+    torch.float64: 1e-3,
+    torch.float32: 1e-3,
+    torch.float16: 5e-2,
+    torch.bfloat16: 2e-1,
+}
 # The one table of names: example inputs, graph inputs and the manifest are made from it.
 INPUT = Tensor(name="input_ids", dtype="int64", axes=("batch", "sequence"))
 OUTPUT_NAME = "hidden"
+# The oldest ONNX Runtime that exported files were tested with.
+MIN_ONNXRUNTIME = "1.28.0"
 CONFIG_EXTRA = "config.json"
 METADATA_EXTRA = "metadata.json"
 
@@ -53,8 +63,51 @@ def prepare(model: CausalEncoder, max_len: int | None = None) -> CausalEncoder:
     for name, tensor in state.items():
         if not bool(tensor.isfinite().all()):
             raise ExportError(f"{name} holds NaN or infinity; export a checkpoint that is whole")
-    copy.load_state_dict(state)
-    return copy.eval().requires_grad_(False)
+    try:
+        copy.load_state_dict(state)
+    except RuntimeError as error:  # pruned, parametrized, with a part added or replaced
+        reason = " ".join(str(error).split())
+        raise ExportError(f"the weights are not those of its config: {reason[:200]}") from error
+    copy.eval().requires_grad_(False)
+    _check_alike(model, copy)
+    return copy
+
+
+def _check_alike(model: CausalEncoder, copy: CausalEncoder) -> None:
+    """Refuse a model that was altered in what its config and weights do not tell.
+
+    A subclass, a hook, another activation or eps in a layer: the copy has none of them, and
+    every later check is made against the copy.
+    """
+    config = copy.config
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, min(config.max_len, model.config.max_len, _ALIKE_LENGTH))
+    ids = torch.randint(config.vocab_size, shape, generator=generator)
+    device = model.token_embedding.weight.device
+    training = {module: module.training for module in model.modules()}
+    with exact_arithmetic():
+        try:
+            own = model.eval()(ids.to(device)).cpu().double()
+        except Exception as error:  # an altered model raises what it likes
+            reason = next(iter(str(error).splitlines()), "")
+            raise ExportError(
+                f"the model does not run: {type(error).__name__}: {reason}"
+            ) from error
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+        expected = copy(ids).double()
+    if own.shape != expected.shape:
+        difference = float("inf")
+    else:
+        difference = float((own - expected).norm() / expected.norm().clamp_min(1e-30))
+    limit = _ALIKE_LIMITS.get(model.token_embedding.weight.dtype, 0.0)
+    if not difference <= limit and bool(expected.isfinite().all()):
+        raise ExportError(
+            f"the model computes something else than its config and weights say, by "
+            f"{difference:.2g} of its output: it has a hook, a changed part or another forward; "
+            "undo that, or put it into the weights"
+        )
 
 
 def check_encoder(model: object) -> None:

@@ -18,7 +18,13 @@ from pathlib import Path
 
 from causal_encoder.errors import CausalEncoderError, ExportError
 from causal_encoder.export.artifact import Facts, read_facts
-from causal_encoder.export.prepare import INPUT, exact_arithmetic, output_of, tool_versions
+from causal_encoder.export.prepare import (
+    INPUT,
+    MIN_ONNXRUNTIME,
+    exact_arithmetic,
+    output_of,
+    tool_versions,
+)
 from causal_encoder.export.verify import Progress, verify_prepared
 from causal_encoder.model import CausalEncoder, fingerprint
 from causal_encoder.serve.bundle import MANIFEST_FILE, MODEL_FILES, File, Manifest, sha256_of
@@ -26,9 +32,6 @@ from causal_encoder.serve.folder import aside, locked, put_back, restore
 
 if sys.platform != "win32":
     import fcntl
-
-# The oldest ONNX Runtime that exported files were tested with.
-MIN_ONNXRUNTIME = "1.28.0"
 
 
 def publish(

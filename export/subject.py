@@ -28,7 +28,7 @@ from causal_encoder.export.artifact import (
     read_facts,
 )
 from causal_encoder.export.prepare import exact_arithmetic
-from causal_encoder.export.trace import trace_onnx, trace_program, trace_script
+from causal_encoder.export.trace import OPSETS, trace_onnx, trace_program, trace_script
 from causal_encoder.model import CausalEncoder
 from causal_encoder.serve import Bundle, EncoderSession, Manifest
 
@@ -108,6 +108,8 @@ class Subject:
                 trace = trace_script if self.manifest.format == "torchscript" else trace_program
                 return facts_of_archive(io.BytesIO(trace(self.model)), self.manifest.format)
             opset = self.manifest.opset or 0
+            if opset not in OPSETS:
+                raise BundleError(f"opset {self.manifest.opset} is not one that is exported")
             return facts_of_onnx(
                 trace_onnx(self.model, opset, self.manifest.precision, self.manifest.target)
             )

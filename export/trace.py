@@ -28,6 +28,7 @@ _REWRITES: Mapping[str, tuple[Callable[[onnx.ModelProto], None], ...]] = {
     "cpu": (chunk_attention,),
     "cuda": (fuse_residual_norms, fuse_bias_gelus),
 }
+OPSETS = range(18, 24)
 IR_VERSION = 10  # readable by every ONNX Runtime we support; onnx's own default is not
 
 

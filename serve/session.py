@@ -311,10 +311,18 @@ def _check_fits(session: onnxruntime.InferenceSession, manifest: Manifest, path:
             (value.name, _ORT_TYPES.get(value.type, value.type), tuple(value.shape))
             for value in found
         ]
-        in_manifest = [(tensor.name, dtype, tensor.axes) for tensor in expected]
-        if in_model != in_manifest:
+        in_manifest = [(tensor.name, tensor.dtype, tensor.axes) for tensor in expected]
+        if in_model != in_manifest or {tensor.dtype for tensor in expected} != {dtype}:
             raise BundleError(
                 f"{path} has {kind} {in_model}, the manifest says {in_manifest}; "
+                "export the bundle again"
+            )
+    of_itself = session.get_modelmeta().custom_metadata_map
+    for name in ("precision", "target", "max_len", "vocab_size"):
+        in_model, in_manifest = of_itself.get(f"causal_encoder.{name}"), getattr(manifest, name)
+        if in_model != str(in_manifest):
+            raise BundleError(
+                f"{path} says of itself {name} {in_model}, the manifest says {in_manifest}; "
                 "export the bundle again"
             )
     if manifest.outputs[0].axes[-1:] != (manifest.d_model,):

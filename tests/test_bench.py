@@ -515,6 +515,20 @@ def test_the_printed_table_compares_medians_with_the_base() -> None:
     assert "stable" not in text
 
 
+def test_a_name_that_looks_like_markup_is_printed_as_it_is() -> None:
+    name = "onnx fp32 ([/red] :smile: x[bold])"
+    benchmark = drawn(contestant=name)
+    entry = dataclasses.replace(benchmark.contestants[0], name=name)
+    rows = tuple(
+        dataclasses.replace(row, contestant=name) if row.contestant == "onnx fp32" else row
+        for row in benchmark.rows
+    )
+    text = printed(
+        dataclasses.replace(benchmark, contestants=(entry, benchmark.contestants[1]), rows=rows)
+    )
+    assert f"{name} is 1.5 times as fast" in " ".join(text.split())
+
+
 def test_a_busy_machine_is_told_above_the_table() -> None:
     text = printed(drawn(waited=0.4))
     assert text.startswith("Not to be trusted: up to 40% of the time went by waiting for a CPU")

@@ -496,6 +496,17 @@ def test_verify_that_could_not_write_its_report_says_so_before_it_verifies(
     assert "make it first" in text
 
 
+def test_no_output_goes_into_a_bundle_which_it_would_make_invalid(ckpt: Path, copy: Path) -> None:
+    for arguments in (
+        ("verify", copy, ckpt, "--json", copy / "manifest.json"),
+        ("run", copy, "--ids", "1", "--output", copy / "h.npy"),
+        ("bench", copy, "--csv", copy / "rows.csv"),
+        ("plot", "positions", ckpt, "-o", copy / "p.png"),
+    ):
+        assert "is in a bundle" in misused(*arguments)
+    done("inspect", copy)
+
+
 def test_verify_changes_nothing(ckpt: Path, copy: Path) -> None:
     before = {path: path.read_bytes() for path in copy.iterdir()}
     done("verify", copy, ckpt, "--device", "cpu")

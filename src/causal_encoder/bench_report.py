@@ -34,10 +34,11 @@ def print_benchmark(benchmark: Benchmark, console: Console) -> None:
 def latency_table(benchmark: Benchmark) -> Table:
     """One row a shape: the median of each contestant, and below it the ratio to the base's."""
     base = benchmark.names[0]
-    table = Table(title=f"Median milliseconds a run\n{benchmark.hardware}")
-    table.caption = "\n".join(_captions(benchmark))
+    # Text, because names of folders may hold what rich would read as markup.
+    table = Table(title=Text(f"Median milliseconds a run\n{benchmark.hardware}"))
+    table.caption = Text("\n".join(_captions(benchmark)))
     for heading in ("batch", "sequence", *benchmark.names):
-        table.add_column(heading, justify="right", overflow="fold")
+        table.add_column(Text(heading), justify="right", overflow="fold")
     colors = {base: "green", None: ""}
     for shape in benchmark.shapes:
         cells = [Text(text) for text in _shape_cells(benchmark, shape)]

@@ -1,5 +1,6 @@
 """Arguments and options that several commands share."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,12 @@ def check_outputs(paths: Mapping[str, str | None]) -> None:
         if path is None or path == "-":
             continue
         target = Path(path).absolute()
+        if _is_in_bundle(target):
+            raise click.BadParameter(
+                f"{path} is in a bundle, which another file would make invalid; choose another "
+                "folder",
+                param_hint=option,
+            )
         is_device = target.exists() and not target.is_file()
         if not is_device and not target.parent.is_dir():
             raise click.BadParameter(
@@ -40,3 +47,11 @@ def check_outputs(paths: Mapping[str, str | None]) -> None:
             )
         if not os.access(target if is_device else target.resolve().parent, os.W_OK):
             raise click.BadParameter(f"{path} cannot be written", param_hint=option)
+
+
+def _is_in_bundle(path: Path) -> bool:
+    try:
+        manifest = json.loads((path.resolve().parent / "manifest.json").read_bytes())
+        return {"schema_version", "files", "digest"} <= set(manifest)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False

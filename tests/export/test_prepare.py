@@ -1,7 +1,9 @@
 """What every export starts from."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from causal_encoder.errors import ExportError
 from causal_encoder.export import export_onnx, verify
 from causal_encoder.export.prepare import exported_config, prepare
+from causal_encoder.model import CausalEncoder
 from tests.bundles import small_model
 
 
@@ -42,6 +45,60 @@ def test_another_kind_of_module_is_refused_by_its_name(tmp_path: Path) -> None:
     for call in (prepare, partial(export_onnx, path=tmp_path / "b"), partial(verify, tmp_path)):
         with pytest.raises(ExportError, match="Linear, expected a CausalEncoder"):
             call(other)  # type: ignore[arg-type]
+
+
+def double(_module: object, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+class Doubled(CausalEncoder):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(ids)
+
+
+def doubled() -> CausalEncoder:
+    model = small_model()
+    other = Doubled(model.config)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def altered(change: Callable[[Any], object]) -> Callable[[], CausalEncoder]:
+    def make() -> CausalEncoder:
+        model = small_model()
+        change(model)
+        return model
+
+    return make
+
+
+ALTERED: dict[str, Callable[[], CausalEncoder]] = {
+    "a subclass": doubled,
+    "a hook": altered(lambda m: m.register_forward_hook(double)),
+    "a hook inside": altered(lambda m: m.blocks[0].register_forward_hook(double)),
+    "another forward": altered(lambda m: setattr(m, "forward", lambda _: 2 * m.final_norm.weight)),
+    "a table of zeros": altered(lambda m: m.positions.sinusoidal.mul_(0)),
+    "another eps": altered(lambda m: setattr(m.final_norm, "eps", 1.0)),
+    "another norm": altered(lambda m: setattr(m.blocks[0], "pre_norm", False)),
+    "other heads": altered(lambda m: setattr(m.blocks[0].attention, "num_heads", 2)),
+    "another activation": altered(
+        lambda m: setattr(m.blocks[1].feed_forward, "activation", torch.nn.SiLU())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+def test_a_model_that_computes_something_else_than_its_config_says_is_refused(name: str) -> None:
+    with pytest.raises(ExportError, match="computes something else than its config"):
+        prepare(ALTERED[name]())
+
+
+def test_a_layer_with_other_weights_than_its_config_is_refused_in_a_line() -> None:
+    model = small_model()
+    torch.nn.utils.parametrizations.weight_norm(model.blocks[0].attention.out)  # type: ignore[union-attr, arg-type]
+    with pytest.raises(ExportError, match="not those of its config") as caught:
+        prepare(model)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from causal_encoder.errors import BundleError, DeviceError, ExportError
 from causal_encoder.export import Report, export_onnx, export_torchscript, verify
 from causal_encoder.export.artifact import Run, read_facts
 from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS
-from causal_encoder.export.prepare import prepare
+from causal_encoder.export.prepare import extra_files, prepare
 from causal_encoder.export.subject import Subject, grid_lengths, open_subject
 from causal_encoder.model import CausalEncoder
 from causal_encoder.model.encoder import Block
@@ -191,6 +192,135 @@ def test_a_saboteur_is_caught_by_name(
     failing = next(row for row in report.checks if row.name == check)
     assert failing.detail
     assert "\n" not in failing.detail
+
+
+def rewrite_archive(path: Path, change: Callable[[str, bytes], bytes]) -> None:
+    """Pass every entry of a zip archive through a function, and write it back unpacked."""
+    with zipfile.ZipFile(path) as archive:
+        entries = [(info, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for info, content in entries:
+            archive.writestr(info, change(info.filename, content))
+
+
+def flip_six(
+    self: Any,  # noqa: ARG001
+    input: tuple[torch.Tensor],  # noqa: A002  # TorchScript wants these names
+    output: torch.Tensor,
+) -> torch.Tensor:
+    return output.flip(0) if input[0].size(1) == 6 else output
+
+
+def test_a_hook_that_acts_on_one_length_is_found_in_torchscript(
+    exported: Callable[[str, str], Exported], tmp_path: Path
+) -> None:
+    model, bundle = exported("torchscript", "learned")
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    hooked = prepare(model)
+    hooked.register_forward_hook(flip_six)
+    torch.jit.save(
+        torch.jit.script(hooked), copy / "model.pt", _extra_files=extra_files(hooked.config)
+    )
+    reseal(copy)
+    assert refuted(verify(copy, model, device="cpu")) == ["graph"]
+
+
+def test_code_among_the_guards_of_a_program_is_found(
+    exported: Callable[[str, str], Exported], tmp_path: Path
+) -> None:
+    model, bundle = exported("program", "learned")
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+
+    def add_guard(name: str, content: bytes) -> bytes:
+        if not name.endswith("models/model.json"):
+            return content
+        guard = "L['input_ids'].size()[1] != 6 or L['input_ids'].zero_() is not None"
+        return json.dumps(json.loads(content) | {"guards_code": [guard]}).encode()
+
+    rewrite_archive(copy / "model.pt2", add_guard)
+    reseal(copy)
+    assert refuted(verify(copy, model, device="cpu")) == ["graph"]
+
+
+def test_an_archive_of_torch_has_no_budget_of_another_precision(
+    exported: Callable[[str, str], Exported], tmp_path: Path
+) -> None:
+    model, bundle = exported("torchscript", "learned")
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    reseal(copy, precision="int8")
+    report = verify(copy, model, device="cpu")
+    assert "facts" in refuted(report)
+    assert "expected fp32" in report.first_failure
+
+
+def second_values(proto: onnx.ModelProto) -> None:
+    """Another reader may take these in place of the bytes."""
+    (tensor,) = (t for t in proto.graph.initializer if t.name.endswith("0.qkv.weight"))
+    tensor.float_data.extend([0.0] * 5)
+
+
+def other_limit_first(proto: onnx.ModelProto) -> None:
+    """A reader that takes the first of two entries is told another limit."""
+    entry = onnx.StringStringEntryProto(key="causal_encoder.max_len", value="999")
+    proto.metadata_props.insert(0, entry)
+
+
+def older_version(proto: onnx.ModelProto) -> None:
+    proto.ir_version = 8
+
+
+@pytest.mark.parametrize(
+    ("edit", "changes"),
+    [(second_values, {}), (other_limit_first, {}), (older_version, {"ir_version": 8})],
+)
+def test_what_another_reader_could_take_otherwise_is_refuted(
+    edit: Edit,
+    changes: dict[str, Any],
+    exported: Callable[[str, str], Exported],
+    tmp_path: Path,
+) -> None:
+    model, bundle = exported("onnx", "sinusoidal")
+    copy = tampered(bundle, tmp_path / "copy", edit, **changes)
+    assert refuted(verify(copy, model, device="cpu")) == ["graph"]
+
+
+def test_packed_weights_in_place_of_the_checked_ones_are_refused(
+    exported: Callable[[str, str], Exported], tmp_path: Path
+) -> None:
+    """ONNX Runtime loads what an entry `prepacked_0` points to, and not the values."""
+    model, bundle = exported("onnx", "sinusoidal")
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    proto = onnx.load(copy / "model.onnx")
+    onnx.save_model(
+        proto,
+        copy / "model.onnx",
+        save_as_external_data=True,
+        location="model.onnx.data",
+        size_threshold=64,
+    )
+    proto = onnx.load(copy / "model.onnx", load_external_data=False)
+    outside = next(tensor for tensor in proto.graph.initializer if tensor.external_data)
+    outside.external_data.add(key="prepacked_0", value="MatMul+1|0;64;0")
+    (copy / "model.onnx").write_bytes(proto.SerializeToString())
+    reseal(copy)
+    with pytest.raises(BundleError, match="entry 'prepacked_0'"):
+        verify(copy, model, device="cpu")
+
+
+@pytest.mark.parametrize("kind", EXPORTERS)
+@pytest.mark.parametrize("opset", [99, None])
+def test_versions_and_names_that_are_not_exported_are_refuted(
+    kind: str, opset: int | None, exported: Callable[[str, str], Exported], tmp_path: Path
+) -> None:
+    model, bundle = exported(kind, "learned")
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    with open_bundle(bundle) as opened:
+        (tensor,) = opened.manifest.inputs
+    changes: dict[str, Any] = {"inputs": (dataclasses.replace(tensor, dtype="int32"),)}
+    reseal(copy, **changes, **({"opset": opset} if kind == "onnx" else {}))
+    report = verify(copy, model, device="cpu")
+    assert "facts" in refuted(report)
+    assert "\n" not in report.first_failure
 
 
 def in_the_grid(subject: Subject, ids: Array) -> bool:

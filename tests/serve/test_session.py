@@ -1,5 +1,6 @@
 """Running a bundle: the numbers, threads, processes, options, and outputs that overflow."""
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from causal_encoder.errors import (
     ConfigError,
     NonFiniteOutputError,
 )
-from causal_encoder.serve import EncoderSession
+from causal_encoder.serve import EncoderSession, open_bundle
 from tests.bundles import tampered
 
 Array = npt.NDArray[np.float32]
@@ -56,6 +57,32 @@ def random_ids(seed: int) -> npt.NDArray[np.int64]:
     generator = np.random.default_rng(seed)
     shape = generator.integers(1, 9), generator.integers(1, 25)
     return generator.integers(0, 37, shape)
+
+
+# A manifest that says something else than the file.
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"precision": "int8"}, "precision fp32"), ({"target": "cpu"}, "target portable")],
+    ids=str,
+)
+def test_a_file_that_says_something_else_of_itself_is_refused(
+    changes: dict[str, Any], what: str, bundle: Path, tmp_path: Path
+) -> None:
+    copy = tampered(bundle, tmp_path / "copy", lambda _: None, **changes)
+    with pytest.raises(BundleError, match=f"says of itself {what}"):
+        EncoderSession(copy, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["inputs", "outputs"])
+def test_a_manifest_with_another_type_is_refused(kind: str, bundle: Path, tmp_path: Path) -> None:
+    with open_bundle(bundle) as opened:
+        (tensor,) = getattr(opened.manifest, kind)
+    changes: dict[str, Any] = {kind: (dataclasses.replace(tensor, dtype="float16"),)}
+    copy = tampered(bundle, tmp_path / "copy", lambda _: None, **changes)
+    with pytest.raises(BundleError, match=f"has {kind[:-1]}"):
+        EncoderSession(copy, "cpu")
 
 
 # What is imported.
