@@ -20,7 +20,7 @@ import pytest
 import causal_encoder.export.publish as publish_module
 from causal_encoder.export import export_onnx
 from causal_encoder.export.verify import Report
-from tests.bundles import small_model, tampered
+from tests.bundles import POSITIONS, small_model, tampered
 from tests.cuda import stub
 from tests.cuda.probe import CROWD, SHAPES, Event, Request, Seen, watch
 
@@ -28,22 +28,15 @@ if reason := stub.unavailable():  # anything else that is missing fails
     pytest.skip(reason, allow_module_level=True)
 
 D = 64  # with 4 heads of 16: flash attention wants a head size that 8 divides
-# Each scheme, and each precision with a table of positions and without: the three tables are
-# one initializer of one shape. One case has two layers, to tell a layer from the rest.
+# Each scheme in each precision; one scheme has two layers, to tell a layer from the rest.
 CASES: dict[str, dict[str, Any]] = {
     f"{precision} {position}": {
         "precision": precision,
         "position": position,
         "num_layers": 2 if position == "sinusoidal" else 1,
     }
-    for precision, position in [
-        ("fp32", "sinusoidal"),
-        ("fp32", "none"),
-        ("fp16", "learned"),
-        ("fp16", "none"),
-        ("bf16", "sinusoidal+learned"),
-        ("bf16", "none"),
-    ]
+    for precision in ("fp32", "fp16", "bf16")
+    for position in POSITIONS
 } | {
     "fp16 gelu_tanh": {"precision": "fp16", "activation": "gelu_tanh", "num_layers": 1},
     "fp16 relu": {"precision": "fp16", "activation": "relu", "num_layers": 1},
