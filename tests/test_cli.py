@@ -905,6 +905,7 @@ def dead_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "cuda_problem", lambda: "libcublas.so.13 not found")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("dead_gpu")
 def test_a_gpu_that_is_not_used_is_told_once_however_many_sessions_open(bundle: Path) -> None:
     said = (
@@ -928,6 +929,7 @@ def test_without_a_gpu_nothing_is_said_of_the_cpu(
 ODD = os.fsdecode(b"x\xff")
 
 
+@pytest.mark.slow
 def test_a_name_that_is_not_utf_8_is_printed_with_an_escape(
     ckpt: Path, bundle: Path, tmp_path: Path
 ) -> None:
