@@ -1003,6 +1003,7 @@ def test_a_cut_is_told_on_standard_error_alone(bundle: Path) -> None:
     assert line.startswith("Warning: ")
 
 
+@pytest.mark.slow
 def test_verify_in_a_pipe_writes_json_alone_to_standard_output(ckpt: Path, bundle: Path) -> None:
     printed = process("verify", bundle, ckpt, "--device", "cpu", "--json", "-")
     assert printed.exit_code == DONE
@@ -1010,6 +1011,7 @@ def test_verify_in_a_pipe_writes_json_alone_to_standard_output(ckpt: Path, bundl
     assert "\x1b" not in printed.err, "no progress bar in a pipe"
 
 
+@pytest.mark.slow
 def test_export_in_a_pipe_prints_one_line_and_shows_no_bar(ckpt: Path, tmp_path: Path) -> None:
     printed = process("export", "torchscript", ckpt, tmp_path / "bundle")
     assert printed.exit_code == DONE

@@ -59,6 +59,7 @@ def random_ids(config: EncoderConfig, draw: st.DataObject) -> Ids:
     return draw.draw(arrays.arrays(np.int64, shape, elements=st.integers(0, config.vocab_size - 1)))
 
 
+@pytest.mark.slow
 @hypothesis.given(config=configurations(), data=st.data())
 @hypothesis.settings(
     max_examples=25,
