@@ -24,7 +24,7 @@ from onnx import numpy_helper
 from torch.export import ExportedProgram
 
 from causal_encoder.errors import BundleError
-from causal_encoder.export.prepare import INPUT, METADATA_EXTRA, OUTPUT_NAME
+from causal_encoder.export.prepare import INPUT, METADATA_EXTRA, OUTPUT_NAME, in_a_line
 from causal_encoder.serve.cpu import available_cpus
 from causal_encoder.serve.placement import CPU_PROVIDER, CUDA_OPTIONS, CUDA_PROVIDER
 
@@ -81,8 +81,7 @@ def read_facts(path: Path, format: str) -> Facts:  # noqa: A002  # the word of t
     except BundleError:
         raise
     except Exception as error:  # onnx and torch raise what they like for a file that is odd
-        reason = next(iter(str(error).splitlines()), "")
-        raise BundleError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
+        raise BundleError(f"{path} cannot be read: {in_a_line(error)}") from error
 
 
 def facts_of_onnx(proto: onnx.ModelProto, folder: Path | None = None) -> Facts:

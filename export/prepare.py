@@ -89,10 +89,7 @@ def _check_alike(model: CausalEncoder, copy: CausalEncoder) -> None:
         try:
             own = model.eval()(ids.to(device)).cpu().double()
         except Exception as error:  # an altered model raises what it likes
-            reason = next(iter(str(error).splitlines()), "")
-            raise ExportError(
-                f"the model does not run: {type(error).__name__}: {reason}"
-            ) from error
+            raise ExportError(f"the model does not run: {in_a_line(error)}") from error
         finally:
             for module, mode in training.items():
                 module.training = mode
@@ -108,6 +105,11 @@ def _check_alike(model: CausalEncoder, copy: CausalEncoder) -> None:
             f"{difference:.2g} of its output: it has a hook, a changed part or another forward; "
             "undo that, or put it into the weights"
         )
+
+
+def in_a_line(error: Exception) -> str:
+    """Type and first line of what onnx or torch raised; they raise what they like."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def check_encoder(model: object) -> None:

@@ -1,13 +1,9 @@
 """Export to a torch.export program (.pt2), the successor of TorchScript."""
 
-import io
 import os
-from pathlib import Path
 
-from causal_encoder.export.artifact import Facts, facts_of_archive
 from causal_encoder.export.prepare import prepare
-from causal_encoder.export.publish import publish
-from causal_encoder.export.trace import trace_program
+from causal_encoder.export.publish import publish_archive
 from causal_encoder.export.verify import Progress
 from causal_encoder.model import CausalEncoder
 from causal_encoder.serve.bundle import Manifest
@@ -37,15 +33,4 @@ def export_program(
     Raises:
         ExportError: as export_onnx.
     """
-    prepared = prepare(model, max_len)
-
-    def write(path: Path) -> Facts:
-        # In memory first: a full disk is then Python's own error, which names itself, and
-        # torch never has to open a path, which it cannot do everywhere if it is not ASCII.
-        archive = trace_program(prepared)
-        path.write_bytes(archive)
-        return facts_of_archive(io.BytesIO(archive), "program")
-
-    return publish(
-        prepared, "program", "fp32", "portable", path, write, force=force, progress=progress
-    )
+    return publish_archive(prepare(model, max_len), "program", path, force=force, progress=progress)

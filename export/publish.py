@@ -7,6 +7,7 @@ kill leaves behind; a hidden folder whose process died is removed by the next ex
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -17,14 +18,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from causal_encoder.errors import CausalEncoderError, ExportError
-from causal_encoder.export.artifact import Facts, read_facts
+from causal_encoder.export.artifact import Facts, facts_of_archive, read_facts
 from causal_encoder.export.prepare import (
     INPUT,
     MIN_ONNXRUNTIME,
     exact_arithmetic,
+    in_a_line,
     output_of,
     tool_versions,
 )
+from causal_encoder.export.trace import ARCHIVES
 from causal_encoder.export.verify import Progress, verify_prepared
 from causal_encoder.model import CausalEncoder, fingerprint
 from causal_encoder.serve.bundle import MANIFEST_FILE, MODEL_FILES, File, Manifest, sha256_of
@@ -88,6 +91,26 @@ def publish(
     return manifest
 
 
+def publish_archive(
+    model: CausalEncoder,
+    format: str,  # noqa: A002
+    path: str | os.PathLike[str],
+    *,
+    force: bool,
+    progress: Progress | None,
+) -> Manifest:
+    """As `publish`, for the formats that are one archive of torch: see ARCHIVES."""
+
+    def write(path: Path) -> Facts:
+        # In memory first: a full disk is then Python's own error, which names itself, and
+        # torch never has to open a path, which it cannot do everywhere if it is not ASCII.
+        archive = ARCHIVES[format](model)
+        path.write_bytes(archive)
+        return facts_of_archive(io.BytesIO(archive), format)
+
+    return publish(model, format, "fp32", "portable", path, write, force=force, progress=progress)
+
+
 def _written(write: Callable[[Path], Facts], path: Path) -> Facts:
     try:
         with exact_arithmetic():
@@ -95,8 +118,7 @@ def _written(write: Callable[[Path], Facts], path: Path) -> Facts:
     except (OSError, CausalEncoderError):
         raise
     except Exception as error:  # the exporters of torch raise what they like
-        reason = next(iter(str(error).splitlines()), "")
-        raise ExportError(f"torch could not export: {type(error).__name__}: {reason}") from error
+        raise ExportError(f"torch could not export: {in_a_line(error)}") from error
 
 
 def _describe(

@@ -28,7 +28,7 @@ from causal_encoder.export.artifact import (
     read_facts,
 )
 from causal_encoder.export.prepare import exact_arithmetic
-from causal_encoder.export.trace import OPSETS, trace_onnx, trace_program, trace_script
+from causal_encoder.export.trace import ARCHIVES, OPSETS, trace_onnx
 from causal_encoder.model import CausalEncoder
 from causal_encoder.serve import Bundle, EncoderSession, Manifest
 
@@ -105,8 +105,8 @@ class Subject:
         self.tick("tracing")
         with exact_arithmetic():
             if self.manifest.format != "onnx":
-                trace = trace_script if self.manifest.format == "torchscript" else trace_program
-                return facts_of_archive(io.BytesIO(trace(self.model)), self.manifest.format)
+                archive = ARCHIVES[self.manifest.format](self.model)
+                return facts_of_archive(io.BytesIO(archive), self.manifest.format)
             opset = self.manifest.opset or 0
             if opset not in OPSETS:
                 raise BundleError(f"opset {self.manifest.opset} is not one that is exported")

@@ -91,6 +91,13 @@ def trace_program(model: CausalEncoder) -> bytes:
     return buffer.getvalue()
 
 
+# How the archive of a format is made.
+ARCHIVES: Mapping[str, Callable[[CausalEncoder], bytes]] = {
+    "torchscript": trace_script,
+    "program": trace_program,
+}
+
+
 class _NonEmpty(nn.Module):
     """Refuses T = 0 and more than two axes when the program runs.
 

@@ -13,7 +13,13 @@ from typing import Any
 from causal_encoder.errors import BundleError, ConfigError
 from causal_encoder.export.artifact import Facts
 from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS, CheckFunction, Finding
-from causal_encoder.export.prepare import check_encoder, exact_arithmetic, exported_config, prepare
+from causal_encoder.export.prepare import (
+    check_encoder,
+    exact_arithmetic,
+    exported_config,
+    in_a_line,
+    prepare,
+)
 from causal_encoder.export.subject import Subject, count_ticks, open_subject
 from causal_encoder.model import CausalEncoder, EncoderConfig
 from causal_encoder.serve import open_bundle
@@ -164,8 +170,7 @@ def _find(check: CheckFunction, subject: Subject) -> Finding | None:
     try:
         return check(subject)
     except Exception as error:  # noqa: BLE001  # whatever an artifact raises on valid input refutes it
-        reason = str(error).splitlines()[0] if str(error) else ""
-        return Finding(detail=f"{type(error).__name__}: {reason}")
+        return Finding(detail=in_a_line(error))
 
 
 def _row(name: str, finding: Finding) -> Check:

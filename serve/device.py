@@ -6,6 +6,7 @@ import onnxruntime
 
 from causal_encoder import errors
 from causal_encoder.serve.bundle import Manifest
+from causal_encoder.serve.placement import first_line
 
 # DLPack's (kind of device, number) of the one device a session runs on.
 _DLPACK_DEVICES = {"cpu": (1, 0), "cuda": (2, 0)}
@@ -72,7 +73,7 @@ def _from_dlpack(ids: Any) -> onnxruntime.OrtValue:
     try:
         return onnxruntime.OrtValue.from_dlpack(ids)
     except Exception as error:  # each library refuses with an error of its own
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         if "IsContiguous" in reason:
             reason = "they are not contiguous; make them so, for example with ids.contiguous()"
         raise errors.InvalidInputError(f"ids cannot be taken as they are: {reason}") from error
