@@ -13,7 +13,6 @@ from causal_encoder.errors import (
     TokenOutOfRangeError,
 )
 from causal_encoder.export.artifact import OPTIMIZATION_LEVELS
-from causal_encoder.export.chunked import CHUNKED_ATTENTION
 from causal_encoder.export.prepare import INPUT, MIN_ONNXRUNTIME, metadata, output_of, tool_versions
 from causal_encoder.export.subject import Array, Subject, grid_lengths
 from causal_encoder.export.wrapper import ATTENTION_OPSET
@@ -152,8 +151,7 @@ def attention_whole(subject: Subject) -> Finding | None:
     opset, num_layers = subject.facts.opset, subject.model.config.num_layers
     if opset is None or opset < ATTENTION_OPSET:
         return None
-    operators = subject.facts.operators
-    count = operators["Attention"] + operators[CHUNKED_ATTENTION]
+    count = subject.facts.operators["Attention"]
     if count == num_layers:
         return Finding()
     return Finding(detail=f"{count} Attention operators, expected {num_layers}, one a layer")

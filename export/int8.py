@@ -18,7 +18,6 @@ model against fp32: 0.32 at 1 x 16, 0.42 at 1 x 128 and 8 x 128, 0.43 at 1 x 512
 operator MatMulIntegerToFloat of ONNX Runtime gained nothing over `MatMulInteger`, `Cast`, `Mul`.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,9 @@ from onnx import helper, numpy_helper
 
 _LEVELS = 127  # on each side of the zero point
 _ZERO_POINT = 128
-_CONSTANTS: Mapping[str, npt.NDArray[Any]] = {
+_FUSED_DOMAIN = "com.microsoft"
+_FUSED_CONSTANTS = {"int8.one": np.array(1, np.float32)}
+_CONSTANTS: dict[str, npt.NDArray[Any]] = {
     "int8.axis": np.array([-1], np.int64),
     "int8.step": np.array(1 / _LEVELS, np.float32),
     "int8.zero_point": np.array(_ZERO_POINT, np.uint8),
@@ -36,8 +37,14 @@ _CONSTANTS: Mapping[str, npt.NDArray[Any]] = {
 }
 
 
-def quantize_products(proto: onnx.ModelProto) -> None:
-    """Replace every product with a stored matrix of a traced fp32 graph by its 8-bit form."""
+def quantize_products(proto: onnx.ModelProto, *, fused: bool) -> None:
+    """Replace every product with a stored matrix of a traced fp32 graph by its 8-bit form.
+
+    Args:
+        proto: the graph.
+        fused: let ONNX Runtime's MatMulIntegerToFloat multiply by the scales of the channels,
+            while the integers are in the cache. The results are the same to the bit.
+    """
     matrices = {tensor.name: tensor for tensor in proto.graph.initializer}
     nodes: list[onnx.NodeProto] = []
     for node in proto.graph.node:
@@ -46,13 +53,15 @@ def quantize_products(proto: onnx.ModelProto) -> None:
             values, scale = quantize_matrix(numpy_helper.to_array(tensor))
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
             proto.graph.initializer.append(numpy_helper.from_array(scale, f"{tensor.name}.scale"))
-            nodes += _product(node)
+            nodes += _product(node, fused)
         else:
             nodes.append(node)
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
-    for name, value in _CONSTANTS.items():
+    for name, value in (_CONSTANTS | (_FUSED_CONSTANTS if fused else {})).items():
         proto.graph.initializer.append(numpy_helper.from_array(value, name))
+    if fused:
+        proto.opset_import.append(helper.make_opsetid(_FUSED_DOMAIN, 1))
 
 
 def quantize_matrix(
@@ -64,13 +73,24 @@ def quantize_matrix(
     return np.rint(matrix / scale).astype(np.int8), scale / np.float32(_LEVELS)
 
 
-def _product(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _product(node: onnx.NodeProto, fused: bool) -> list[onnx.NodeProto]:
     """The nodes that stand in for `node`, which multiplies x with a matrix."""
     (x, matrix), (y,) = node.input, node.output
 
     def make(operator: str, inputs: list[str], output: str, **attributes: Any) -> onnx.NodeProto:
         return helper.make_node(operator, inputs, [output], f"{output}.{operator}", **attributes)
 
+    rounded, product = f"{y}.rounded", f"{y}.product"
+    zero_point, scales = "int8.zero_point", f"{matrix}.scale"
+    if fused:
+        inputs = [rounded, matrix, "int8.one", scales, zero_point]
+        multiply = [make("MatMulIntegerToFloat", inputs, product, domain=_FUSED_DOMAIN)]
+    else:
+        multiply = [
+            make("MatMulInteger", [rounded, matrix, zero_point], f"{y}.integers"),
+            make("Cast", [f"{y}.integers"], f"{y}.floats", to=onnx.TensorProto.FLOAT),
+            make("Mul", [f"{y}.floats", scales], product),
+        ]
     return [
         make("ReduceMax", [x, "int8.axis"], f"{y}.highest"),
         make("ReduceMin", [x, "int8.axis"], f"{y}.lowest"),
@@ -78,9 +98,7 @@ def _product(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         make("Max", [f"{y}.highest", f"{y}.negated"], f"{y}.largest"),
         make("Add", [f"{y}.largest", "int8.tiny"], f"{y}.scale"),
         make("Div", [x, f"{y}.scale"], f"{y}.unit"),
-        make("QuantizeLinear", [f"{y}.unit", "int8.step", "int8.zero_point"], f"{y}.rounded"),
-        make("MatMulInteger", [f"{y}.rounded", matrix, "int8.zero_point"], f"{y}.integers"),
-        make("Cast", [f"{y}.integers"], f"{y}.floats", to=onnx.TensorProto.FLOAT),
-        make("Mul", [f"{y}.floats", f"{matrix}.scale"], f"{y}.product"),
-        make("Mul", [f"{y}.product", f"{y}.scale"], y),
+        make("QuantizeLinear", [f"{y}.unit", "int8.step", zero_point], rounded),
+        *multiply,
+        make("Mul", [product, f"{y}.scale"], y),
     ]

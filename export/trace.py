@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from causal_encoder.export.chunked import chunk_attention
+from causal_encoder.export.chunked import chunk_layers
 from causal_encoder.export.fused_cuda import fuse_bias_gelus, fuse_residual_norms
 from causal_encoder.export.int8 import quantize_products
 from causal_encoder.export.prepare import INPUT, OUTPUT_NAME, extra_files, metadata
@@ -25,7 +25,7 @@ from causal_encoder.model import CausalEncoder
 # What is done to the plain graph for a target, in this order.
 _REWRITES: Mapping[str, tuple[Callable[[onnx.ModelProto], None], ...]] = {
     "portable": (),
-    "cpu": (chunk_attention,),
+    "cpu": (chunk_layers,),
     "cuda": (fuse_residual_norms, fuse_bias_gelus),
 }
 OPSETS = range(18, 24)
@@ -59,7 +59,7 @@ def trace_onnx(model: CausalEncoder, opset: int, precision: str, target: str) ->
     proto.ir_version = IR_VERSION
     _strip_traces(proto)
     if precision == "int8":
-        quantize_products(proto)
+        quantize_products(proto, fused=target == "cpu")
     for rewrite in _REWRITES[target]:
         rewrite(proto)
     for key, value in metadata(model.config, precision, target).items():
