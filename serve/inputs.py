@@ -17,6 +17,7 @@ from causal_encoder.serve.bundle import Manifest
 
 Ids = npt.NDArray[np.int64]
 OVERFLOWS = ("error", "truncate")
+_INT64 = np.dtype(np.int64)
 
 
 def check_batch(ids: Any, manifest: Manifest, overflow: str) -> Ids:
@@ -39,7 +40,8 @@ def check_batch(ids: Any, manifest: Manifest, overflow: str) -> Ids:
         raise errors.invalid_rank(array.shape)
     if array.shape[1] == 0:
         raise errors.empty_sequence()
-    array = array[:, : _allowed_length(array.shape[1], manifest, overflow)]
+    if array.shape[1] > manifest.max_len:
+        array = array[:, : _allowed_length(array.shape[1], manifest, overflow)]
     wide = _widen(array)
     if _any_out_of_range(wide, manifest.vocab_size):
         row, column = _first_out_of_range(wide, manifest.vocab_size)
@@ -171,15 +173,17 @@ def _allowed_length(length: int, manifest: Manifest, overflow: str) -> int:
 
 
 def _widen(array: npt.NDArray[Any]) -> Ids:
-    if array.dtype == object:
+    if array.dtype.kind == "O":
         array = np.where((array >= -(2**63)) & (array < 2**63), array, -1)
+    if array.dtype is _INT64 and array.flags.c_contiguous:
+        return array  # as it mostly is
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
 def _any_out_of_range(wide: Ids, vocab_size: int) -> bool:
     # Read as unsigned, a negative id is huge, so one maximum answers for both ends. An id
     # of 2^63 or more wrapped to negative when it was widened, and is caught the same way.
-    return wide.size > 0 and int(wide.view(np.uint64).max()) >= vocab_size
+    return wide.size > 0 and bool(np.maximum.reduce(wide.view(np.uint64), axis=None) >= vocab_size)
 
 
 def _first_out_of_range(wide: Ids, vocab_size: int) -> tuple[int, ...]:

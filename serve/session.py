@@ -1,8 +1,7 @@
 """EncoderSession: run an ONNX bundle in this process, without torch."""
 
-import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,17 @@ Hidden = npt.NDArray[np.float32]
 _MAX_THREADS = 4096
 _ORT_LOG_FATAL = 4  # the exceptions carry the same text
 _ORT_TYPES = {"tensor(int64)": "int64", "tensor(float)": "float32"}
+
+_forks = 0  # between this process and the one that loaded the module; cheaper than getpid
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 class EncoderSession:
@@ -118,8 +128,10 @@ class EncoderSession:
         self._manifest = opened.manifest
         graphs = cuda_graphs and self._placement.device == "cuda"
         self._graphs = GraphRunner(self._session, opened.manifest) if graphs else None
+        self._names = [opened.manifest.outputs[0].name], opened.manifest.inputs[0].name
         self._overflow = overflow
         self._check_finite = check_finite
+        self._forks = _forks
         self._process = os.getpid()
 
     @property
@@ -203,10 +215,12 @@ class EncoderSession:
         if shape[0] == 0:
             empty = (*shape, self._manifest.d_model)
             return onnxruntime.OrtValue.ortvalue_from_shape_and_type(empty, np.float32, device, 0)
-        with _failures_named(device, shape):
+        try:
             if self._graphs is not None:
                 return self._graphs.run_on_device(value)
             return bound_run(self._session, self._manifest, value, device)
+        except Exception as error:
+            raise _failed(device, shape, error) from error
 
     def warm_up(self, shapes: Iterable[tuple[int, int]]) -> None:
         """Run each (batch, sequence) shape once, so that no caller waits for a first run.
@@ -223,41 +237,36 @@ class EncoderSession:
         self._check_process()
         if ids.shape[0] == 0:  # ONNX Runtime's attention refuses empty tensors
             return np.empty((*ids.shape, self._manifest.d_model), np.float32)
-        with _failures_named(self._placement.device, ids.shape):
+        try:
             hidden = self._execute(ids)
+        except Exception as error:
+            raise _failed(self._placement.device, ids.shape, error) from error
         expected = (*ids.shape, self._manifest.d_model)
         if hidden.shape != expected:  # ONNX Runtime only warns of axes that are not as declared
             raise BundleError(
                 f"the model returned shape {hidden.shape}, expected {expected}; "
                 "export the bundle again"
             )
-        # A NaN or infinity survives a sum, and one pass of adding is the cheapest check. A
-        # sum of finite values can overflow too, so only then is every value looked at.
-        if self._check_finite:
-            with np.errstate(over="ignore", invalid="ignore"):
-                suspicious = not np.isfinite(hidden.sum())
-            if suspicious and not np.isfinite(hidden).all():
-                raise NonFiniteOutputError(
-                    "the model returned NaN or infinity for valid ids: its weights overflow or "
-                    "are damaged; verify the bundle, or pass check_finite=False to see the values"
-                )
+        if self._check_finite and not np.isfinite(hidden).all():
+            raise NonFiniteOutputError(
+                "the model returned NaN or infinity for valid ids: its weights overflow or "
+                "are damaged; verify the bundle, or pass check_finite=False to see the values"
+            )
         return hidden
 
     def _execute(self, ids: Ids) -> Hidden:
         if self._graphs is not None:
             return self._graphs.run(ids)
-        manifest = self._manifest
         if self._placement.device == "cpu":
             hidden: Hidden
-            (hidden,) = self._session.run(
-                [manifest.outputs[0].name], {manifest.inputs[0].name: ids}
-            )
+            outputs, name = self._names
+            (hidden,) = self._session.run(outputs, {name: ids})
             return hidden
         on_device = onnxruntime.OrtValue.ortvalue_from_numpy(ids, "cuda", 0)
-        return bound_run(self._session, manifest, on_device, "cuda").numpy()
+        return bound_run(self._session, self._manifest, on_device, "cuda").numpy()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._process:
+        if _forks != self._forks:
             raise DeviceError(
                 f"this session was opened in process {self._process} and its threads did not "
                 "survive the fork; open a session in each process"
@@ -275,16 +284,12 @@ def _utf_8(path: Path) -> str:
     return str(path)
 
 
-@contextlib.contextmanager
-def _failures_named(device: str, shape: tuple[int, ...]) -> Iterator[None]:
-    """What ONNX Runtime raises on valid ids: above all, for too little memory."""
-    try:
-        yield
-    except Exception as error:
-        raise DeviceError(
-            f"{device} could not run a batch of {shape[0]} x {shape[1]}: {first_line(error)}; "
-            "try a smaller one"
-        ) from error
+def _failed(device: str, shape: tuple[int, ...], error: Exception) -> DeviceError:
+    """For what ONNX Runtime raises on valid ids: above all, for too little memory."""
+    return DeviceError(
+        f"{device} could not run a batch of {shape[0]} x {shape[1]}: {first_line(error)}; "
+        "try a smaller one"
+    )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
