@@ -1,6 +1,8 @@
 """Export to ONNX: one file with dynamic axes, its limits in its metadata."""
 
+import operator
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
@@ -14,7 +16,7 @@ from causal_encoder.export.trace import OPSETS, trace_onnx
 from causal_encoder.export.verify import Progress
 from causal_encoder.export.wrapper import ATTENTION_OPSET, DTYPES
 from causal_encoder.model import CausalEncoder
-from causal_encoder.serve.bundle import PRECISIONS, TARGETS, Manifest
+from causal_encoder.serve.bundle import MAX_WARM_UP, PRECISIONS, TARGETS, Manifest
 
 DEFAULT_OPSET = 23
 _WITHOUT_KERNELS = {("int8", "cuda"), ("bf16", "cpu")}
@@ -32,6 +34,7 @@ def export_onnx(
     precision: str = "fp32",
     target: str = "portable",
     max_len: int | None = None,
+    warm_up: Iterable[tuple[int, int]] = (),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -50,6 +53,8 @@ def export_onnx(
             "cuda", a graph that ONNX Runtime runs faster there. These need opset 23.
         max_len: longest sequence of the export; the model's own if not given. Cannot be
             changed for learned positions.
+        warm_up: up to 32 (batch, sequence) shapes for the manifest. A session with
+            `cuda_graphs` captures them when it opens; no other takes notice.
         force: replace an existing bundle.
         progress: called with (step, done, total) as verification goes on.
 
@@ -62,6 +67,7 @@ def export_onnx(
     """
     _check_form(opset, precision, target)
     prepared = prepare(model, max_len)
+    shapes = _check_shapes(warm_up, prepared.config.max_len)
     _check_range(prepared, precision)
 
     def write(path: Path) -> Facts:
@@ -70,7 +76,17 @@ def export_onnx(
         _save(proto, path)
         return facts
 
-    return publish(prepared, "onnx", precision, target, path, write, force=force, progress=progress)
+    return publish(
+        prepared,
+        "onnx",
+        precision,
+        target,
+        path,
+        write,
+        warm_up=shapes,
+        force=force,
+        progress=progress,
+    )
 
 
 def _check_form(opset: int, precision: str, target: str) -> None:
@@ -93,6 +109,22 @@ def _check_form(opset: int, precision: str, target: str) -> None:
             f"ONNX Runtime has no {precision} products on {target}; choose another precision, or "
             "target portable"
         )
+
+
+def _check_shapes(shapes: Iterable[tuple[int, int]], max_len: int) -> tuple[tuple[int, int], ...]:
+    try:
+        checked = tuple((operator.index(batch), operator.index(length)) for batch, length in shapes)
+    except (TypeError, ValueError) as error:
+        raise ExportError(f"warm_up holds no pairs of batch and sequence: {error}") from error
+    if len(checked) > MAX_WARM_UP:
+        raise ExportError(f"warm_up has {len(checked)} shapes, expected at most {MAX_WARM_UP}")
+    for batch, length in checked:
+        if batch < 1 or not 1 <= length <= max_len:
+            raise ExportError(
+                f"warm_up has shape {batch}x{length}, expected a batch of at least 1 and a "
+                f"length of 1 to max_len {max_len}"
+            )
+    return checked
 
 
 def _check_range(model: CausalEncoder, precision: str) -> None:

@@ -45,6 +45,7 @@ def publish(
     path: str | os.PathLike[str],
     write: Callable[[Path], Facts],
     *,
+    warm_up: tuple[tuple[int, int], ...] = (),
     force: bool,
     progress: Progress | None,
 ) -> Manifest:
@@ -57,6 +58,7 @@ def publish(
         target: what the graph is written for.
         path: folder of the bundle.
         write: writes the model file to the path it is given, and tells what it traced.
+        warm_up: shapes for the manifest.
         force: replace an existing bundle.
         progress: see export_onnx.
 
@@ -76,7 +78,7 @@ def publish(
         _check_target(place, force)
         with _staging(place) as folder:
             traced = _written(write, folder / MODEL_FILES[format])
-            manifest = _describe(folder, format, precision, target, model)
+            manifest = _describe(folder, format, precision, target, warm_up, model)
             _write_manifest(folder, manifest)
             device = "auto" if precision == "bf16" else "cpu"
             report = verify_prepared(folder, model, device, progress, traced)
@@ -126,6 +128,7 @@ def _describe(
     format: str,  # noqa: A002
     precision: str,
     target: str,
+    warm_up: tuple[tuple[int, int], ...],
     model: CausalEncoder,
 ) -> Manifest:
     facts = read_facts(folder / MODEL_FILES[format], format)
@@ -146,6 +149,7 @@ def _describe(
             entry.name: File(size_bytes=entry.stat().st_size, sha256=sha256_of(entry))
             for entry in sorted(folder.iterdir())
         },
+        warm_up=warm_up,
         parity=None,
     )
 

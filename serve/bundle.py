@@ -26,6 +26,7 @@ MODEL_FILES = {"onnx": "model.onnx", "torchscript": "model.pt", "program": "mode
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 TARGETS = ("portable", "cpu", "cuda")
 _MANIFEST_LIMIT_BYTES = 4 * 2**20  # ours are about 10 KiB
+MAX_WARM_UP = 32  # as many CUDA graphs as a session keeps, see serve/graphs.py
 _CHUNK_BYTES = 2**20
 _REPORT_ROW = {"name", "passed", "measured", "limit", "detail"}
 
@@ -64,6 +65,8 @@ class Manifest:
         tools: versions of what made the bundle.
         checkpoint_sha256: fingerprint of the weights it came from.
         files: every file of the bundle other than the manifest.
+        warm_up: (batch, sequence) shapes to capture as CUDA graphs when a session that uses
+            them opens; at most MAX_WARM_UP.
         parity: the report of the verification made before publishing.
     """
 
@@ -80,6 +83,7 @@ class Manifest:
     tools: Mapping[str, str]
     checkpoint_sha256: str
     files: Mapping[str, File]
+    warm_up: tuple[tuple[int, int], ...]
     parity: Mapping[str, Any] | None
 
     @property
@@ -313,11 +317,15 @@ class _Reader:
                 name: self.file(name, entry)
                 for name, entry in self.mapping(fields, "files").items()
             },
+            warm_up=self.shapes(fields, "warm_up"),
             parity=None if fields["parity"] is None else self.parity(fields["parity"]),
         )
         for name in ("max_len", "vocab_size"):
             if self.whole(name, fields[name], 1) != manifest.config[name]:
                 self.refuse(name, f"{fields[name]!r}, but config says {manifest.config[name]!r}")
+        for shape in manifest.warm_up:
+            if shape[1] > manifest.max_len:
+                self.refuse("warm_up", f"{list(shape)}, longer than max_len {manifest.max_len}")
         if MODEL_FILES[manifest.format] not in manifest.files:
             self.refuse("files", f"without {MODEL_FILES[manifest.format]}")
         return manifest
@@ -347,6 +355,17 @@ class _Reader:
                 axes=tuple(value[0]["axes"]),
             ),
         )
+
+    def shapes(self, fields: Mapping[str, Any], name: str) -> tuple[tuple[int, int], ...]:
+        value = fields[name]
+        if not isinstance(value, list) or len(value) > MAX_WARM_UP:
+            self.refuse(name, f"not a list of at most {MAX_WARM_UP} shapes")
+        for shape in value:
+            if not isinstance(shape, list) or len(shape) != 2:
+                self.refuse(name, f"{shape!r}, expected batch and sequence")
+            for size in shape:
+                self.whole(name, size, 1)
+        return tuple((batch, sequence) for batch, sequence in value)
 
     def parity(self, value: Any) -> Mapping[str, Any]:
         if not isinstance(value, dict) or not isinstance(value.get("checks"), list):

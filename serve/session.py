@@ -55,8 +55,9 @@ class EncoderSession:
         cuda_graphs: on CUDA, make each run of a small batch one launch in place of one an
             operator; see serve/graphs.py. Batches are padded inside to powers of two, runs
             take their turn on one thread, and up to 32 shapes keep their buffers as long as
-            the session, on top of the arena. Call `warm_up` with the usual shapes before other
-            threads use the GPU.
+            the session, on top of the arena. The shapes in the manifest's `warm_up` are
+            captured here; call the method of that name with others before other threads use
+            the GPU.
         cuda_stream: address of the CUDA stream to run on, such as `stream.cuda_stream` of a
             `torch.cuda.Stream()`; by default one of ONNX Runtime's own. The default stream,
             0 in torch, cannot be it.
@@ -133,6 +134,7 @@ class EncoderSession:
         self._check_finite = check_finite
         self._forks = _forks
         self._process = os.getpid()
+        self.warm_up(self._manifest.warm_up if self._graphs else ())
 
     @property
     def manifest(self) -> Manifest:

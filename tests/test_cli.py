@@ -219,6 +219,9 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         ("export", "onnx", "ckpt", "bundle", "--opset", 24),
         ("export", "onnx", "ckpt", "bundle", "--opset", "x"),
         ("export", "onnx", "ckpt", "bundle", "--max-len", "x"),
+        ("export", "onnx", "ckpt", "bundle", "--warm-up", "128"),
+        ("export", "onnx", "ckpt", "bundle", "--warm-up", "1x"),
+        ("export", "onnx", "ckpt", "bundle", "--warm-up", "-1x2"),
         ("export", "onnx", "ckpt", "bundle", "--nonsense"),
         ("new",),
         ("new", "ckpt"),
@@ -341,10 +344,13 @@ def test_export_makes_the_folders_above_and_leaves_nothing_beside(
     assert list((tmp_path / "new" / "folder").iterdir()) == [tmp_path / "new/folder/bundle"]
 
 
-def test_export_takes_opset_and_max_len(ckpt: Path, tmp_path: Path) -> None:
-    done("export", "onnx", ckpt, tmp_path / "b", "--opset", 18, "--max-len", 3)
+def test_export_takes_opset_max_len_and_shapes(ckpt: Path, tmp_path: Path) -> None:
+    shapes = ("--warm-up", "1x3", "--warm-up", "8x2")
+    done("export", "onnx", ckpt, tmp_path / "b", "--opset", 18, "--max-len", 3, *shapes)
     with open_bundle(tmp_path / "b") as opened:
         assert (opened.manifest.opset, opened.manifest.max_len) == (18, 3)
+        assert opened.manifest.warm_up == ((1, 3), (8, 2))
+    assert "1x3, 8x2" in done("inspect", tmp_path / "b").stdout
 
 
 def test_export_replaces_a_bundle_only_if_forced(home: Path, copy: Path) -> None:

@@ -132,6 +132,13 @@ def _export_options(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="portable: any ONNX runtime; cpu, cuda: faster there, ONNX Runtime alone.",
 )
+@click.option(
+    "--warm-up",
+    multiple=True,
+    metavar="BxT",
+    callback=lambda _context, _option, texts: [_shape(text) for text in texts],
+    help="A shape that sessions with CUDA graphs capture when they open; can be repeated.",
+)
 def export_onnx_command(checkpoint: Path, bundle: Path, **options: Any) -> None:
     """Export to ONNX, for ONNX Runtime and every runtime that reads it.
 
@@ -142,6 +149,13 @@ def export_onnx_command(checkpoint: Path, bundle: Path, **options: Any) -> None:
     from causal_encoder.export import export_onnx
 
     _export(export_onnx, checkpoint, bundle, options)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    batch, by, length = text.partition("x")
+    if not (by and batch.isdecimal() and length.isdecimal()):
+        raise click.BadParameter(f"{text!r} is not a batch and a sequence such as 8x128")
+    return int(batch), int(length)
 
 
 @export.command("torchscript")

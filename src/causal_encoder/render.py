@@ -94,6 +94,8 @@ def _manifest_rows(manifest: "Manifest") -> Iterator[tuple[str, str]]:
     yield "max_len", f"{manifest.max_len} ({manifest.position} positions)"
     yield "config", ", ".join(f"{key}={value}" for key, value in manifest.config.items())
     yield "operators", ", ".join(f"{name} {count}" for name, count in manifest.operators.items())
+    if manifest.warm_up:
+        yield "warm-up", ", ".join(f"{batch}x{length}" for batch, length in manifest.warm_up)
     for name, file in manifest.files.items():
         yield "file", f"{name} {file.size_bytes:,} bytes, SHA-256 {file.sha256}"
     yield "checkpoint", manifest.checkpoint_sha256

@@ -30,6 +30,7 @@ class Seen:
     """What a bundle did.
 
     Attributes:
+        opening: the events of opening a session with graphs.
         runs: the events of a run with each of SHAPES, in one session.
         large: the events of a run that is too large for a graph.
         shared: whether a result has memory of another's.
@@ -43,6 +44,7 @@ class Seen:
         unknown: functions of CUDA that stub.c should have but does not.
     """
 
+    opening: list[Event] = dataclasses.field(default_factory=list)
     runs: list[list[Event]] = dataclasses.field(default_factory=list)
     large: list[Event] = dataclasses.field(default_factory=list)
     shared: bool = False
@@ -98,7 +100,9 @@ def _open(bundle: str, **options: Any) -> EncoderSession:
 
 
 def _see_graphs(bundle: str, seen: Seen, events: list[Event]) -> None:
+    start = len(events)
     session = _open(bundle, cuda_graphs=True)
+    seen.opening = events[start:]
     results = []
     for shape in SHAPES:
         start = len(events)

@@ -22,6 +22,7 @@ if reason := stub.unavailable():
 D, HEADS, LAYERS, L = 128, 2, 1, 600
 BUCKETS = ((1, 16), (2, 16), (1, 64), (4, 128))  # of the first SHAPES, in this order
 AGAIN = ((1, 16), (4, 128), (2, 16), (1, 64))  # of the others
+WARM_UP = ((1, 200), (8, 16), (1, 256))  # in two buckets that are none of these
 KERNELS = 6 * LAYERS + 5  # of a run, see test_cuda.py
 
 
@@ -32,7 +33,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         unverified = Report(format="onnx", device="cpu", checks=())
         patch.setattr(publish_module, "verify_prepared", lambda *_: unverified)
         model = small_model(d_model=D, num_heads=HEADS, num_layers=LAYERS, max_len=L)
-        export_onnx(model, bundle, precision="fp16", target="cuda")
+        export_onnx(model, bundle, precision="fp16", target="cuda", warm_up=WARM_UP)
     return watch(stub.build(tmp_path_factory.mktemp("standin")), str(bundle))
 
 
@@ -47,6 +48,12 @@ def launched(events: Iterable[Event]) -> list[int]:
 
 def host_copies(events: Iterable[Event]) -> list[tuple[str, int]]:
     return [(name, size) for kind, name, size in events if kind == "copy" and name != "D2D"]
+
+
+def test_the_shapes_in_the_manifest_are_captured_when_the_session_opens(seen: Seen) -> None:
+    assert names(seen.opening, "graph").count("begin") == 2
+    first, _, second, _, again = launched(seen.opening)
+    assert again == first != second
 
 
 def test_a_shape_in_a_new_bucket_is_captured_once(seen: Seen) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -218,6 +219,28 @@ def test_the_guards_hold_for_one_position_and_one_id(
 def test_an_opset_that_was_not_tested_is_refused(opset: int, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=f"opset {opset} is outside 18..23"):
         export_onnx(small_model(), tmp_path / "bundle", opset=opset)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(1, 25)], "warm_up has shape 1x25, expected .* 1 to max_len 24"),
+        ([(1, 0)], "shape 1x0"),
+        ([(0, 1)], "shape 0x1"),
+        ([(1, 1)] * 33, "warm_up has 33 shapes, expected at most 32"),
+        ([(1, 2, 3)], "warm_up holds no pairs"),
+        ([("1", 2)], "warm_up holds no pairs"),
+        ("1x2", "warm_up holds no pairs"),
+        (None, "warm_up holds no pairs"),
+    ],
+    ids=str,
+)
+def test_shapes_that_no_session_could_capture_are_refused(
+    shapes: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match=message):
+        export_onnx(small_model(max_len=24), tmp_path / "bundle", warm_up=shapes)
     assert not (tmp_path / "bundle").exists()
 
 

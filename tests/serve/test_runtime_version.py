@@ -31,6 +31,7 @@ def write_bundle(folder: Path, min_onnxruntime: str | None) -> Path:
         files={
             "model.onnx": File(size_bytes=11, sha256=hashlib.sha256(b"not a model").hexdigest())
         },
+        warm_up=(),
         parity=None,
     )
     (folder / "manifest.json").write_text(manifest.to_json())
