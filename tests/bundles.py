@@ -3,13 +3,20 @@
 import dataclasses
 import hashlib
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx
+import torch
 
 from causal_encoder.export import export_onnx, export_program, export_torchscript
+from causal_encoder.export.artifact import facts_of_onnx
+from causal_encoder.export.prepare import prepare
+from causal_encoder.export.trace import trace_onnx
 from causal_encoder.model import CausalEncoder, EncoderConfig
 from causal_encoder.serve import Manifest
 from causal_encoder.serve.bundle import File, read_manifest
@@ -27,6 +34,22 @@ def small_model(**fields: Any) -> CausalEncoder:
     """The same random weights each time, in eval mode."""
     settings = {"vocab_size": 13, "d_model": 12, "num_heads": 3, "num_layers": 2, "max_len": 17}
     return tiny.model(EncoderConfig(**(settings | fields)))
+
+
+def random_ids(*shape: int) -> npt.NDArray[np.int64]:
+    """The same ids of `small_model` each time."""
+    return np.random.default_rng(0).integers(0, 13, shape, np.int64)
+
+
+def operators_a_layer(precision: str, target: str) -> Mapping[str, int]:
+    """How many operators of each type one more layer adds to a file."""
+
+    def count(num_layers: int) -> Counter[str]:
+        model = prepare(small_model(num_layers=num_layers))
+        with torch.no_grad():
+            return Counter(facts_of_onnx(trace_onnx(model, 23, precision, target)).operators)
+
+    return count(2) - count(1)
 
 
 def reseal(folder: Path, **changes: Any) -> None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import pytest
 import torch
 
 from causal_encoder.export import export_onnx, verify
-from causal_encoder.export.artifact import OPTIMIZATION_LEVELS, facts_of_onnx
+from causal_encoder.export.artifact import OPTIMIZATION_LEVELS
 from causal_encoder.export.chunked import CHUNK
 from causal_encoder.export.prepare import prepare
 from causal_encoder.export.trace import trace_onnx
 from causal_encoder.model import CausalEncoder
-from tests.bundles import small_model
+from tests.bundles import operators_a_layer, random_ids, small_model
 
 MAX_LEN = 1300
 LENGTHS = (1, 2, 255, 256, 257, 258, 511, 512, 513, 514, 767, 769, 1024, 1025, 1280, 1300)
@@ -37,10 +36,6 @@ def file(model: CausalEncoder) -> bytes:
 @pytest.fixture(scope="module")
 def session(file: bytes) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-
-
-def random_ids(*shape: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
-    return np.random.default_rng(0).integers(0, 13, shape, np.int64)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -129,15 +124,7 @@ def test_each_precision_is_proven_in_chunks(precision: str, tmp_path: Path) -> N
 
 def test_a_layer_has_as_many_operators_as_ever() -> None:
     """More of them is a regression, fewer an improvement to be written down here."""
-
-    def count(num_layers: int) -> Counter[str]:
-        model = prepare(small_model(num_layers=num_layers))
-        with torch.no_grad():
-            return Counter(facts_of_onnx(trace_onnx(model, 23, "fp32", "cpu")).operators)
-
-    layer = count(2)
-    layer.subtract(count(1))
-    assert {name: number for name, number in layer.items() if number} == {
+    assert operators_a_layer("fp32", "cpu") == {
         "Loop": 1,
         "Gather": 1,
         "Identity": 1,
