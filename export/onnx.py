@@ -16,7 +16,7 @@ from causal_encoder.export.trace import OPSETS, trace_onnx
 from causal_encoder.export.verify import Progress
 from causal_encoder.export.wrapper import ATTENTION_OPSET, DTYPES
 from causal_encoder.model import CausalEncoder
-from causal_encoder.serve.bundle import MAX_WARM_UP, PRECISIONS, TARGETS, Manifest
+from causal_encoder.serve.manifest import MAX_WARM_UP, PRECISIONS, TARGETS, Manifest
 
 DEFAULT_OPSET = 23
 _WITHOUT_KERNELS = {("int8", "cuda"), ("bf16", "cpu")}

@@ -13,7 +13,7 @@ import torch
 from causal_encoder import __version__
 from causal_encoder.errors import ConfigError, ExportError
 from causal_encoder.model import CausalEncoder, EncoderConfig
-from causal_encoder.serve.bundle import Tensor
+from causal_encoder.serve.manifest import Tensor
 
 _ALIKE_LENGTH = 16
 # Relative L2 differences; the model may be on a GPU, and in half precision.

@@ -30,8 +30,9 @@ from causal_encoder.export.prepare import (
 from causal_encoder.export.trace import ARCHIVES
 from causal_encoder.export.verify import Progress, verify_prepared
 from causal_encoder.model import CausalEncoder, fingerprint
-from causal_encoder.serve.bundle import MANIFEST_FILE, MODEL_FILES, File, Manifest, sha256_of
+from causal_encoder.serve.bundle import sha256_of
 from causal_encoder.serve.folder import aside, locked, put_back, restore
+from causal_encoder.serve.manifest import MANIFEST_FILE, MODEL_FILES, File, Manifest
 
 if sys.platform != "win32":
     import fcntl

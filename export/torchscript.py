@@ -9,7 +9,7 @@ from causal_encoder.export.prepare import prepare
 from causal_encoder.export.publish import publish_archive
 from causal_encoder.export.verify import Progress
 from causal_encoder.model import CausalEncoder
-from causal_encoder.serve.bundle import Manifest
+from causal_encoder.serve.manifest import Manifest
 
 
 def export_torchscript(

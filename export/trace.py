@@ -39,7 +39,7 @@ def trace_onnx(model: CausalEncoder, opset: int, precision: str, target: str) ->
         model: a prepared model.
         opset: version of the ai.onnx operator set.
         precision: type of the weights.
-        target: what the graph is written for, see TARGETS in serve/bundle.py.
+        target: what the graph is written for, see TARGETS in serve/manifest.py.
     """
     # No upper bound on the axes: the guard row makes T = L + 1 a valid shape.
     axes = {0: Dim(str(INPUT.axes[0])), 1: Dim(str(INPUT.axes[1]))}

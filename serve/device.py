@@ -5,7 +5,7 @@ from typing import Any
 import onnxruntime
 
 from causal_encoder import errors
-from causal_encoder.serve.bundle import Manifest
+from causal_encoder.serve.manifest import Manifest
 from causal_encoder.serve.placement import first_line
 
 # DLPack's (kind of device, number) of the one device a session runs on.

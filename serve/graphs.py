@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from causal_encoder.serve.bundle import Manifest
 from causal_encoder.serve.device import bound_run
 from causal_encoder.serve.inputs import Ids
+from causal_encoder.serve.manifest import Manifest
 
 Hidden = npt.NDArray[np.float32]
 Shape = tuple[int, int]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from causal_encoder import errors
-from causal_encoder.serve.bundle import Manifest
+from causal_encoder.serve.manifest import Manifest
 
 Ids = npt.NDArray[np.int64]
 OVERFLOWS = ("error", "truncate")

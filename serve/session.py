@@ -17,11 +17,12 @@ from causal_encoder.errors import (
     NonFiniteOutputError,
 )
 from causal_encoder.serve.batching import plan_batches
-from causal_encoder.serve.bundle import Manifest, check_runtime, open_bundle
+from causal_encoder.serve.bundle import check_runtime, open_bundle
 from causal_encoder.serve.cpu import available_cpus
 from causal_encoder.serve.device import bound_run, check_on_device
 from causal_encoder.serve.graphs import GraphRunner
 from causal_encoder.serve.inputs import OVERFLOWS, Ids, check_batch, check_ragged
+from causal_encoder.serve.manifest import Manifest
 from causal_encoder.serve.placement import CUDA_OPTIONS, DEVICES, Placement, first_line, open_on
 
 Hidden = npt.NDArray[np.float32]

@@ -19,7 +19,8 @@ from causal_encoder.export.prepare import prepare
 from causal_encoder.export.trace import trace_onnx
 from causal_encoder.model import CausalEncoder, EncoderConfig
 from causal_encoder.serve import Manifest
-from causal_encoder.serve.bundle import File, read_manifest
+from causal_encoder.serve.bundle import read_manifest
+from causal_encoder.serve.manifest import File
 from tests import tiny
 
 POSITIONS = ("sinusoidal", "learned", "sinusoidal+learned", "none")

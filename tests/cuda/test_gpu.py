@@ -15,8 +15,8 @@ from causal_encoder.export import export_onnx, verify
 from causal_encoder.export.artifact import open_bare
 from causal_encoder.export.subject import RELATIVE_ERROR_LIMITS, relative_distance
 from causal_encoder.serve import EncoderSession, open_bundle
-from causal_encoder.serve.bundle import TARGETS
 from causal_encoder.serve.graphs import MAX_BUCKETS
+from causal_encoder.serve.manifest import TARGETS
 from tests.bundles import small_model
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from causal_encoder.export import export_onnx, verify
 from causal_encoder.export.artifact import open_bare
 from causal_encoder.model import CausalEncoder
 from causal_encoder.serve import EncoderSession, open_bundle
-from causal_encoder.serve.bundle import MODEL_FILES
+from causal_encoder.serve.manifest import MODEL_FILES
 from tests.bundles import EXPORTERS, POSITIONS, small_model
 from tests.export.conftest import Exported
 

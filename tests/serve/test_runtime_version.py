@@ -8,7 +8,8 @@ import pytest
 
 from causal_encoder.errors import BundleError
 from causal_encoder.serve import EncoderSession, Manifest, open_bundle
-from causal_encoder.serve.bundle import File, Tensor, check_runtime
+from causal_encoder.serve.bundle import check_runtime
+from causal_encoder.serve.manifest import File, Tensor
 
 
 def write_bundle(folder: Path, min_onnxruntime: str | None) -> Path:
