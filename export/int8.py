@@ -45,17 +45,19 @@ def quantize_products(proto: onnx.ModelProto, *, fused: bool) -> None:
         fused: let ONNX Runtime's MatMulIntegerToFloat multiply by the scales of the channels,
             while the integers are in the cache. The results are the same to the bit.
     """
-    matrices = {tensor.name: tensor for tensor in proto.graph.initializer}
+    stored = {tensor.name: tensor for tensor in proto.graph.initializer}
+    matrices: set[str] = set()  # equal ones are one tensor, which several products read
     nodes: list[onnx.NodeProto] = []
     for node in proto.graph.node:
-        if node.op_type == "MatMul" and node.input[1] in matrices:
-            tensor = matrices[node.input[1]]
-            values, scale = quantize_matrix(numpy_helper.to_array(tensor))
-            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-            proto.graph.initializer.append(numpy_helper.from_array(scale, f"{tensor.name}.scale"))
+        if node.op_type == "MatMul" and node.input[1] in stored:
+            matrices.add(node.input[1])
             nodes += _product(node, fused)
         else:
             nodes.append(node)
+    for name in sorted(matrices):
+        values, scale = quantize_matrix(numpy_helper.to_array(stored[name]))
+        stored[name].CopyFrom(numpy_helper.from_array(values, name))
+        proto.graph.initializer.append(numpy_helper.from_array(scale, f"{name}.scale"))
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
     for name, value in (_CONSTANTS | (_FUSED_CONSTANTS if fused else {})).items():
@@ -69,7 +71,8 @@ def quantize_matrix(
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     """(in, out) float32 -> int8 values of -127..127, and s_n / 127 for each output channel."""
     largest = np.abs(matrix).max(axis=0)
-    scale = np.where(largest > 0, largest / _LEVELS, 1).astype(np.float32)
+    scale = (largest / _LEVELS).astype(np.float32)
+    scale[scale == 0] = 1  # zeros, or so small that a step of them is no float32
     return np.rint(matrix / scale).astype(np.int8), scale / np.float32(_LEVELS)
 
 

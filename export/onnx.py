@@ -16,7 +16,8 @@ from causal_encoder.export.trace import OPSETS, trace_onnx
 from causal_encoder.export.verify import Progress
 from causal_encoder.export.wrapper import ATTENTION_OPSET, DTYPES
 from causal_encoder.model import CausalEncoder
-from causal_encoder.serve.manifest import MAX_WARM_UP, PRECISIONS, TARGETS, Manifest
+from causal_encoder.serve.buckets import MAX_BUCKETS, MAX_TOKENS, Shape, bucket_of
+from causal_encoder.serve.manifest import PRECISIONS, TARGETS, Manifest
 
 DEFAULT_OPSET = 23
 _WITHOUT_KERNELS = {("int8", "cuda"), ("bf16", "cpu")}
@@ -34,7 +35,7 @@ def export_onnx(
     precision: str = "fp32",
     target: str = "portable",
     max_len: int | None = None,
-    warm_up: Iterable[tuple[int, int]] = (),
+    warm_up: Iterable[Shape] = (),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -111,18 +112,23 @@ def _check_form(opset: int, precision: str, target: str) -> None:
         )
 
 
-def _check_shapes(shapes: Iterable[tuple[int, int]], max_len: int) -> tuple[tuple[int, int], ...]:
+def _check_shapes(shapes: Iterable[Shape], max_len: int) -> tuple[Shape, ...]:
     try:
         checked = tuple((operator.index(batch), operator.index(length)) for batch, length in shapes)
     except (TypeError, ValueError) as error:
         raise ExportError(f"warm_up holds no pairs of batch and sequence: {error}") from error
-    if len(checked) > MAX_WARM_UP:
-        raise ExportError(f"warm_up has {len(checked)} shapes, expected at most {MAX_WARM_UP}")
+    if len(checked) > MAX_BUCKETS:
+        raise ExportError(f"warm_up has {len(checked)} shapes, expected at most {MAX_BUCKETS}")
     for batch, length in checked:
         if batch < 1 or not 1 <= length <= max_len:
             raise ExportError(
                 f"warm_up has shape {batch}x{length}, expected a batch of at least 1 and a "
                 f"length of 1 to max_len {max_len}"
+            )
+        if bucket_of((batch, length), max_len) is None:
+            raise ExportError(
+                f"warm_up has shape {batch}x{length}, which padded to powers of two is over the "
+                f"{MAX_TOKENS} tokens of a CUDA graph; leave it out, it runs without one"
             )
     return checked
 

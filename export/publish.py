@@ -30,6 +30,7 @@ from causal_encoder.export.prepare import (
 from causal_encoder.export.trace import ARCHIVES
 from causal_encoder.export.verify import Progress, verify_prepared
 from causal_encoder.model import CausalEncoder, fingerprint
+from causal_encoder.serve.buckets import Shape
 from causal_encoder.serve.bundle import sha256_of
 from causal_encoder.serve.folder import aside, locked, put_back, restore
 from causal_encoder.serve.manifest import MANIFEST_FILE, MODEL_FILES, File, Manifest
@@ -46,7 +47,7 @@ def publish(
     path: str | os.PathLike[str],
     write: Callable[[Path], Facts],
     *,
-    warm_up: tuple[tuple[int, int], ...] = (),
+    warm_up: tuple[Shape, ...] = (),
     force: bool,
     progress: Progress | None,
 ) -> Manifest:
@@ -129,7 +130,7 @@ def _describe(
     format: str,  # noqa: A002
     precision: str,
     target: str,
-    warm_up: tuple[tuple[int, int], ...],
+    warm_up: tuple[Shape, ...],
     model: CausalEncoder,
 ) -> Manifest:
     facts = read_facts(folder / MODEL_FILES[format], format)

@@ -23,19 +23,12 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
+from causal_encoder.serve.buckets import MAX_BUCKETS, Shape, bucket_of
 from causal_encoder.serve.device import bound_run
 from causal_encoder.serve.inputs import Ids
 from causal_encoder.serve.manifest import Manifest
 
 Hidden = npt.NDArray[np.float32]
-Shape = tuple[int, int]
-
-MIN_LENGTH = 16
-# With more, computing the padding costs more than launching: by the peak of an H200, 4096
-# tokens through a layer of width 512 take some 35 microseconds, as 10 launches take 20 to 30.
-MAX_TOKENS = 4096
-# A bucket keeps its activations as long as the session: ONNX Runtime drops no CUDA graph.
-MAX_BUCKETS = 32
 _UNCAPTURED = -1
 _turn = threading.RLock()
 
@@ -53,16 +46,6 @@ class Bucket:
     ids: onnxruntime.OrtValue
     hidden: onnxruntime.OrtValue
     replay: Callable[[], None]
-
-
-def bucket_of(shape: Shape, max_len: int) -> Shape | None:
-    """The shape that a batch is padded to: powers of two, T from 16 to L.
-
-    None if it is too large for a graph to pay, see MAX_TOKENS.
-    """
-    rows, length = map(_power_of_two, shape)
-    bucket = rows, min(max(length, MIN_LENGTH), max_len)
-    return bucket if bucket[0] * bucket[1] <= MAX_TOKENS else None
 
 
 class GraphRunner:
@@ -143,8 +126,3 @@ def _run_options(graph: int) -> onnxruntime.RunOptions:
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph))
     return options
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is at least the number."""
-    return 1 << (number - 1).bit_length()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from causal_encoder.errors import BundleError
+from causal_encoder.serve.buckets import MAX_BUCKETS, Shape, bucket_of
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA_VERSION = 1
@@ -16,7 +17,6 @@ FORMATS = ("onnx", "torchscript", "program")
 MODEL_FILES = {"onnx": "model.onnx", "torchscript": "model.pt", "program": "model.pt2"}
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 TARGETS = ("portable", "cpu", "cuda")
-MAX_WARM_UP = 32  # as many CUDA graphs as a session keeps, see serve/graphs.py
 _REPORT_ROW = {"name", "passed", "measured", "limit", "detail"}
 
 
@@ -55,7 +55,7 @@ class Manifest:
         checkpoint_sha256: fingerprint of the weights it came from.
         files: every file of the bundle other than the manifest.
         warm_up: (batch, sequence) shapes to capture as CUDA graphs when a session that uses
-            them opens; at most MAX_WARM_UP.
+            them opens; at most MAX_BUCKETS, each small enough for a bucket.
         parity: the report of the verification made before publishing.
     """
 
@@ -72,7 +72,7 @@ class Manifest:
     tools: Mapping[str, str]
     checkpoint_sha256: str
     files: Mapping[str, File]
-    warm_up: tuple[tuple[int, int], ...]
+    warm_up: tuple[Shape, ...]
     parity: Mapping[str, Any] | None
 
     @property
@@ -201,8 +201,8 @@ class _Reader:
             if self.whole(name, fields[name], 1) != manifest.config[name]:
                 self.refuse(name, f"{fields[name]!r}, but config says {manifest.config[name]!r}")
         for shape in manifest.warm_up:
-            if shape[1] > manifest.max_len:
-                self.refuse("warm_up", f"{list(shape)}, longer than max_len {manifest.max_len}")
+            if shape[1] > manifest.max_len or not bucket_of(shape, manifest.max_len):
+                self.refuse("warm_up", f"{list(shape)}, which no CUDA graph takes")
         if MODEL_FILES[manifest.format] not in manifest.files:
             self.refuse("files", f"without {MODEL_FILES[manifest.format]}")
         return manifest
@@ -233,10 +233,10 @@ class _Reader:
             ),
         )
 
-    def shapes(self, fields: Mapping[str, Any], name: str) -> tuple[tuple[int, int], ...]:
+    def shapes(self, fields: Mapping[str, Any], name: str) -> tuple[Shape, ...]:
         value = fields[name]
-        if not isinstance(value, list) or len(value) > MAX_WARM_UP:
-            self.refuse(name, f"not a list of at most {MAX_WARM_UP} shapes")
+        if not isinstance(value, list) or len(value) > MAX_BUCKETS:
+            self.refuse(name, f"not a list of at most {MAX_BUCKETS} shapes")
         for shape in value:
             if not isinstance(shape, list) or len(shape) != 2:
                 self.refuse(name, f"{shape!r}, expected batch and sequence")
@@ -285,7 +285,7 @@ class _Reader:
 
     def whole(self, name: str, value: Any, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
-            self.refuse(name, f"{value!r}, expected a whole number of at least {least}")
+            self.refuse(name, f"{value!r}, expected a whole number from {least} to 2^63 - 1")
         return value
 
     def optional_whole(self, fields: Mapping[str, Any], name: str) -> int | None:

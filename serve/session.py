@@ -14,9 +14,11 @@ from causal_encoder.errors import (
     CausalEncoderError,
     ConfigError,
     DeviceError,
+    InvalidInputError,
     NonFiniteOutputError,
 )
 from causal_encoder.serve.batching import plan_batches
+from causal_encoder.serve.buckets import Shape
 from causal_encoder.serve.bundle import check_runtime, open_bundle
 from causal_encoder.serve.cpu import available_cpus
 from causal_encoder.serve.device import bound_run, check_on_device
@@ -225,7 +227,7 @@ class EncoderSession:
         except Exception as error:
             raise _failed(device, shape, error) from error
 
-    def warm_up(self, shapes: Iterable[tuple[int, int]]) -> None:
+    def warm_up(self, shapes: Iterable[Shape]) -> None:
         """Run each (batch, sequence) shape once, so that no caller waits for a first run.
 
         That is when memory is taken, kernels are loaded and CUDA graphs are captured.
@@ -234,7 +236,14 @@ class EncoderSession:
             InputError: a shape that `run` would refuse.
         """
         for shape in shapes:
-            self.run(np.zeros(shape, np.int64))
+            try:
+                ids = np.zeros(shape, np.int64)
+            except (TypeError, ValueError, MemoryError) as error:
+                raise InvalidInputError(
+                    f"warm_up cannot make ids of shape {shape!r} ({error}); pass pairs of batch "
+                    "and sequence"
+                ) from error
+            self.run(ids)
 
     def _run(self, ids: Ids) -> Hidden:
         self._check_process()

@@ -222,6 +222,8 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         ("export", "onnx", "ckpt", "bundle", "--warm-up", "128"),
         ("export", "onnx", "ckpt", "bundle", "--warm-up", "1x"),
         ("export", "onnx", "ckpt", "bundle", "--warm-up", "-1x2"),
+        ("export", "onnx", "ckpt", "bundle", "--warm-up", "9" * 5000 + "x4"),
+        ("export", "onnx", "ckpt", "bundle", "--warm-up", "\u0661x4"),
         ("export", "onnx", "ckpt", "bundle", "--nonsense"),
         ("new",),
         ("new", "ckpt"),
@@ -240,7 +242,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         ("inspect",),
         ("inspect", "bundle", "--json", "extra"),
     ],
-    ids=lambda arguments: " ".join(map(str, arguments)),
+    ids=lambda arguments: ascii(" ".join(map(str, arguments)))[1:80],
 )
 def test_wrong_usage_ends_with_2_and_the_usage(arguments: tuple[object, ...]) -> None:
     assert "Error: " in misused(*arguments)

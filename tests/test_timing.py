@@ -44,6 +44,12 @@ def test_waiting_is_a_share_of_the_time() -> None:
     assert summary("a", (1, 1), 1.0, turns([10.0], [30.0], waited_ms=1.0)).waited == 0.05
 
 
+@pytest.mark.parametrize(("waited_ms", "stable"), [(0.5, True), (0.6, False), (None, True)])
+def test_numbers_that_waited_for_cpus_are_not_stable(waited_ms: float | None, stable: bool) -> None:
+    rounds = turns([10.0], [10.0], [10.0], waited_ms=waited_ms)
+    assert summary("a", (1, 1), 1.0, rounds).stable is stable
+
+
 def test_what_the_system_does_not_tell_is_none() -> None:
     silent = [Turn(times_ms=[1.0], waited_ms=None, scratch_mib=None)]
     found = summary("a", (1, 1), 1.0, silent)

@@ -44,7 +44,6 @@ TURN_S = 0.35
 MIN_RUNS = 3  # of a turn, however long a run takes
 # Threads that ended their work spin for some milliseconds before they sleep.
 _SETTLE_S = 0.02
-_SOUND_WAIT = 0.05  # more waiting for a CPU than this is worth a warning
 _SCHEMA_VERSION = 2
 _RESIDENCY = {
     "cpu": "ids and result in main memory; the checks a bundle or PyTorch model makes included",
@@ -137,7 +136,7 @@ class Benchmark:
     def warning(self) -> str:
         """Why the numbers are not to be trusted; empty if nothing speaks against them."""
         worst = max(row.waited or 0.0 for row in self.rows)
-        if worst <= _SOUND_WAIT:
+        if worst <= timing.SOUND_WAIT:
             return ""
         return (
             f"Not to be trusted: up to {worst:.0%} of the time went by waiting for a CPU "

@@ -117,9 +117,13 @@ def _detail_table(benchmark: Benchmark) -> Table:
 def _captions(benchmark: Benchmark) -> list[str]:
     captions = []
     if len(benchmark.names) > 1:
-        captions.append(f"1.50x [95 % interval]: {benchmark.names[0]} is 1.5 times as fast.")
+        base = benchmark.names[0]
+        captions.append(f"1.50x [95 % interval] would mean: {base} is 1.5 times as fast.")
     if not all(row.stable for row in benchmark.rows):
-        captions.append(f"{_UNSTABLE} did not become stable; not to be relied on.")
+        captions.append(
+            f"{_UNSTABLE} did not become stable, or waited for CPUs: not to be relied on, nor is "
+            "what is said of who is faster there."
+        )
     return captions
 
 

@@ -4,6 +4,7 @@ Everything heavy is imported inside the commands, so that --help is instant and 
 `inspect` and `doctor` work on an install without torch and onnx.
 """
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -152,10 +153,10 @@ def export_onnx_command(checkpoint: Path, bundle: Path, **options: Any) -> None:
 
 
 def _shape(text: str) -> tuple[int, int]:
-    batch, by, length = text.partition("x")
-    if not (by and batch.isdecimal() and length.isdecimal()):
-        raise click.BadParameter(f"{text!r} is not a batch and a sequence such as 8x128")
-    return int(batch), int(length)
+    sizes = re.fullmatch("([0-9]{1,9})x([0-9]{1,9})", text)
+    if sizes is None:
+        raise click.BadParameter(f"{text[:40]!r} is not a batch and a sequence such as 8x128")
+    return int(sizes[1]), int(sizes[2])
 
 
 @export.command("torchscript")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 STABLE_ROUNDS = 3
 STABLE_SPREAD = 0.05
+SOUND_WAIT = 0.05  # more waiting for a CPU than this makes numbers unsound
 RESAMPLES = 1000
 _SEED = 0
 _INTERVAL = (2.5, 97.5)
@@ -49,7 +50,8 @@ class Measurement:
         cold_ms: the first run of this shape in the contestant's process.
         n: number of timed runs; their fastest, mean and percentiles follow.
         rounds: number of turns the runs come from.
-        stable: whether the medians of the last turns agree, see `is_stable`.
+        stable: whether the medians of the last turns agree, see `is_stable`, and `waited` is
+            at most SOUND_WAIT.
         scratch_mib: peak of resident memory above what was resident after loading, in MiB;
             None where the system does not tell, and on CUDA.
         waited: share of the time spent waiting for a CPU that other programs used, 0 to 1;
@@ -105,6 +107,7 @@ def summary(
     times_ms = np.concatenate([turn.times_ms for turn in turns])
     least, p10, p50, p90, p95, p99 = np.percentile(times_ms, (0, 10, 50, 90, 95, 99)).tolist()
     waits_ms = [turn.waited_ms for turn in turns if turn.waited_ms is not None]
+    waited = sum(waits_ms) / float(times_ms.sum()) if len(waits_ms) == len(turns) else None
     scratches_mib = [turn.scratch_mib for turn in turns if turn.scratch_mib is not None]
     return Measurement(
         contestant=name,
@@ -120,9 +123,9 @@ def summary(
         p95_ms=p95,
         p99_ms=p99,
         rounds=len(turns),
-        stable=is_stable(turns),
+        stable=is_stable(turns) and (waited or 0.0) <= SOUND_WAIT,
         scratch_mib=max(scratches_mib, default=None),
-        waited=sum(waits_ms) / float(times_ms.sum()) if len(waits_ms) == len(turns) else None,
+        waited=waited,
     )
 
 

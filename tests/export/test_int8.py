@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -42,9 +43,10 @@ def test_a_matrix_is_rounded_to_the_nearest_of_255_levels_a_channel() -> None:
 
 
 def test_a_channel_of_zeros_stays_zero() -> None:
-    values, scale = quantize_matrix(np.zeros((3, 2), np.float32))
-    assert not values.any()
-    assert np.isfinite(scale).all()
+    for tiny in (0, 1e-45, 5e-45):
+        values, scale = quantize_matrix(np.full((3, 2), tiny, np.float32))
+        assert not values.any()
+        assert np.isfinite(scale).all()
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,22 @@ def test_every_form_is_proven(fields: dict[str, Any], tmp_path: Path) -> None:
     assert manifest.precision == "int8"
     assert manifest.parity is not None
     assert manifest.parity["verdict"] == "proven"
+
+
+@pytest.mark.parametrize("target", ["portable", "cpu"])
+@pytest.mark.parametrize("value", [None, 0.0], ids=["equal", "zero"])
+def test_equal_matrices_are_rounded_once(target: str, value: float | None, tmp_path: Path) -> None:
+    """The exporter stores them once: layers that were copied, or that start at zero."""
+    config = small_model(norm="post").config
+    torch.manual_seed(0)
+    model = CausalEncoder(config).eval()
+    with torch.no_grad():
+        if value is not None:
+            model.get_parameter("blocks.0.attention.out.weight").fill_(value)
+    first, second = model.blocks
+    second.load_state_dict(first.state_dict())
+    export_onnx(model, tmp_path / "b", precision="int8", target=target)
+    onnx.checker.check_model(tmp_path / "b" / "model.onnx")
 
 
 def test_verify_proves_it_again_and_finds_invariance_exact(

@@ -228,6 +228,8 @@ def test_an_opset_that_was_not_tested_is_refused(opset: int, tmp_path: Path) -> 
         ([(1, 25)], "warm_up has shape 1x25, expected .* 1 to max_len 24"),
         ([(1, 0)], "shape 1x0"),
         ([(0, 1)], "shape 0x1"),
+        ([(2**63, 1)], "shape 9223372036854775808x1, which padded .* over the 4096 tokens"),
+        ([(129, 24)], "shape 129x24, which padded"),
         ([(1, 1)] * 33, "warm_up has 33 shapes, expected at most 32"),
         ([(1, 2, 3)], "warm_up holds no pairs"),
         ([("1", 2)], "warm_up holds no pairs"),

@@ -634,7 +634,11 @@ BAD_FIELDS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("files/model.onnx/size_bytes", "size_bytes", (None, -1, True, 1.5, "1", 2**63, GONE)),
     ("files/model.onnx/sha256", "sha256", (*NOT_A_HASH, GONE)),
     ("files/model.onnx/mode", "files.model.onnx", (0o644,)),
-    ("warm_up", "warm_up", (None, 1, {}, "1x2", [1], [[1]], [[1, 2, 3]], [[1, 2]] * 33)),
+    (
+        "warm_up",
+        "warm_up",
+        (None, 1, {}, "1x2", [1], [[1]], [[129, 24]], [[2**62, 24]], [[1, 2, 3]], [[1, 2]] * 33),
+    ),
     ("warm_up", "warm_up", tuple([[1, size]] for size in (*NOT_A_COUNT, 25))),
     ("warm_up", "warm_up", tuple([[size, 1]] for size in NOT_A_COUNT)),
     ("parity", "parity", (1, True, "proven", [])),

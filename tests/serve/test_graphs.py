@@ -16,18 +16,13 @@ import numpy.typing as npt
 import onnxruntime
 import pytest
 
+import causal_encoder.serve.buckets as buckets_module
 import causal_encoder.serve.graphs as graphs_module
 from causal_encoder.errors import ConfigError, InputError
 from causal_encoder.serve import EncoderSession
+from causal_encoder.serve.buckets import Shape
 from causal_encoder.serve.device import bound_run
-from causal_encoder.serve.graphs import (
-    MAX_TOKENS,
-    Bucket,
-    GraphRunner,
-    Hidden,
-    Shape,
-    bucket_of,
-)
+from causal_encoder.serve.graphs import Bucket, GraphRunner, Hidden
 from causal_encoder.serve.inputs import Ids
 
 Reference = Callable[[object], npt.NDArray[np.float32]]
@@ -68,40 +63,6 @@ def random_ids(batch: int, length: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng(batch * 100 + length).integers(0, 37, (batch, length))
 
 
-@pytest.mark.parametrize(
-    ("shape", "max_len", "bucket"),
-    [
-        ((1, 1), 1024, (1, 16)),
-        ((1, 16), 1024, (1, 16)),
-        ((1, 17), 1024, (1, 32)),
-        ((3, 100), 1024, (4, 128)),
-        ((1, 600), 1000, (1, 1000)),
-        ((1, 1000), 1000, (1, 1000)),
-        ((5, 3), 9, (8, 9)),
-        ((1, 1), 1, (1, 1)),
-        ((4, 1024), 1024, (4, 1024)),
-        ((5, 1024), 1024, None),
-        ((8, 513), 4096, None),
-    ],
-)
-def test_a_bucket_is_the_next_power_of_two_up_to_max_len(
-    shape: Shape, max_len: int, bucket: Shape | None
-) -> None:
-    assert bucket_of(shape, max_len) == bucket
-
-
-def test_a_bucket_has_room_and_wastes_less_than_three_quarters() -> None:
-    for batch in range(1, 40):
-        for length in range(16, 300):
-            bucket = bucket_of((batch, length), 300)
-            if bucket is None:
-                assert 4 * batch * length > MAX_TOKENS
-                continue
-            assert bucket[0] >= batch
-            assert length <= bucket[1] <= 300
-            assert bucket[0] * bucket[1] < 4 * batch * length
-
-
 def test_every_shape_gives_the_numbers_of_the_model(runner: Watched, reference: Reference) -> None:
     for batch in range(1, 6):
         for length in range(1, L + 1):
@@ -124,7 +85,7 @@ def test_ids_of_the_run_before_do_not_stay_in_the_padding(runner: Watched) -> No
 def test_too_large_a_batch_runs_without_a_graph(
     runner: Watched, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs_module, "MAX_TOKENS", 64)
+    monkeypatch.setattr(buckets_module, "MAX_TOKENS", 64)
     ids = random_ids(5, 16)
     np.testing.assert_allclose(runner.run(ids), reference(ids), atol=1e-5)
     assert runner.captured == []
@@ -198,7 +159,7 @@ def test_no_two_sessions_run_at_once(
         return hidden
 
     monkeypatch.setattr(graphs_module, "bound_run", slow_run)
-    monkeypatch.setattr(graphs_module, "MAX_TOKENS", 0)
+    monkeypatch.setattr(buckets_module, "MAX_TOKENS", 0)
     runners = [GraphRunner(session._session, session.manifest, "cpu") for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: runners[number % 4].run(random_ids(1, 3)), range(40)))
@@ -236,6 +197,9 @@ def test_warming_up_runs_each_shape_and_refuses_what_a_run_refuses(
     assert ran == [(1, 16), (3, 5)]
     with pytest.raises(InputError, match="over max_len"):
         session.warm_up([(1, L + 1)])
+    for shape in ((2**62, 20), (2**40, 20), (-1, 3), (1.5, 2), "ab", None, (1,)):
+        with pytest.raises(InputError):
+            session.warm_up([shape])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("stream", [0, -1, 2**64, 1.5, True, "7"])
