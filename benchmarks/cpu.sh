@@ -8,7 +8,7 @@
 # again. On 2 cores verifying the six exports takes about half an hour, and so does measuring.
 set -eu
 
-out=$1
+out=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 work=${2:-$(mktemp -d)}
 rivals=eager,torchscript,compile,naive,openvino,openvino-bf16
 
@@ -24,12 +24,14 @@ make_forms() { # MODEL OPTIONS.. : a checkpoint and three bundles
     done
 }
 
-measure() { # MODEL BATCH_SIZE SEQ_LENS
-    name=${out}_$1_batch-$2
-    causal-encoder bench "$work/$1-fp32-cpu" "$work/$1-fp32-portable" "$work/$1-int8-cpu" \
-        --checkpoint "$work/$1" --against $rivals --device cpu --batch-size "$2" --seq-len "$3" \
+measure() ( # MODEL BATCH_SIZE SEQ_LENS
+    name=$1_batch-$2
+    cd "$work" # so that the page shows a command without the folders of this machine
+    causal-encoder bench "$1-fp32-cpu" "$1-fp32-portable" "$1-int8-cpu" \
+        --checkpoint "$1" --against $rivals --device cpu --batch-size "$2" --seq-len "$3" \
         --json "$name.json" --markdown "$name.md" --plot "$name.png"
-}
+    for kind in json md png; do mv "$name.$kind" "${out}_$name.$kind"; done
+)
 
 make_forms a --vocab-size 1000 --d-model 512 --num-heads 8 --num-layers 2 --max-len 4096
 make_forms b --vocab-size 50257 --d-model 768 --num-heads 12 --num-layers 12 --max-len 1024
