@@ -5,7 +5,7 @@
 #
 # Writes OUT_<model>_batch-<size>.{json,md,png}. Checkpoints and bundles are made in WORK, a
 # temporary folder if not given, from a seed, and kept there: those that are there are used
-# again. On 2 cores verifying the six exports takes about half an hour, and so does measuring.
+# again. On 2 cores verifying the six exports takes about half an hour, and measuring 40 minutes.
 set -eu
 
 out=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")

@@ -11,6 +11,11 @@ its square, and what one operator writes the next one finds in the cache.
 All chunks have the same number of rows, at most CHUNK: a short sequence is one chunk, and for
 the sake of the last chunk a long one is padded by fewer rows than it has chunks. Rows on the
 right change nothing for a causal model, and are cut off in the end.
+
+Measured on 2 cores of an AMD EPYC (Zen 4) against the portable graph, d_model 512, 8 heads, 2
+layers, fp32: 0.61 of the time at 1 x 4096, 0.79 at 1 x 2048, 0.87 at 1 x 1024, 0.93 at 8 x 512, no
+clear difference at 8 x 128 and 32 x 32, and 0.1 ms more at 1 x 16; 122 MiB in place of 768 at 1 x
+4096. A loop around attention alone took 217 MiB, and copied the keys of every chunk once more.
 """
 
 from collections.abc import Iterator, Mapping

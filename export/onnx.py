@@ -69,6 +69,11 @@ def export_onnx(
     _check_form(opset, precision, target)
     prepared = prepare(model, max_len)
     shapes = _check_shapes(warm_up, prepared.config.max_len)
+    if shapes and (target == "cpu" or precision == "int8"):
+        raise ExportError(
+            f"warm_up is for CUDA graphs, and {precision} for target {target} does not run on "
+            "CUDA; leave the shapes out"
+        )
     _check_range(prepared, precision)
 
     def write(path: Path) -> Facts:

@@ -246,6 +246,14 @@ def test_shapes_that_no_session_could_capture_are_refused(
     assert not (tmp_path / "bundle").exists()
 
 
+@pytest.mark.parametrize("form", [{"target": "cpu"}, {"precision": "int8"}], ids=str)
+def test_shapes_for_a_file_that_never_runs_on_cuda_are_refused(
+    form: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match="warm_up is for CUDA graphs"):
+        export_onnx(small_model(), tmp_path / "bundle", warm_up=[(1, 1)], **form)
+
+
 def test_large_weights_go_to_one_file_beside_the_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
