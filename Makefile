@@ -24,7 +24,7 @@ demo: $(SETUP) ## Train, export, verify, run and measure two small models
 	$(BIN)/python benchmarks/demo/demo.py
 
 test: $(SETUP) ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 slow: $(SETUP) ## Run the tests that need minutes or gigabytes
 	$(BIN)/python -m pytest -m slow

@@ -93,7 +93,7 @@ def facts_of_onnx(proto: onnx.ModelProto, folder: Path | None = None) -> Facts:
     """
     (opset,) = (entry.version for entry in proto.opset_import if entry.domain == "")
     return Facts(
-        operators=Counter(node.op_type for node in _all_nodes(proto.graph)),
+        operators=Counter(node.op_type for node in all_nodes(proto.graph)),
         opset=opset,
         ir_version=proto.ir_version,
         metadata={prop.key: prop.value for prop in proto.metadata_props},
@@ -149,13 +149,13 @@ def _program_facts(
     )
 
 
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """With those in the bodies of loops and branches."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(body)
+                yield from all_nodes(body)
 
 
 def _onnx_lines(proto: onnx.ModelProto) -> Iterator[str]:

@@ -30,7 +30,8 @@ from typing import Any
 import onnx
 from onnx import NodeProto, helper
 
-DOMAIN = "com.microsoft"
+from causal_encoder.export.prepare import CONTRIB_DOMAIN
+
 _BIAS_GELU = {b"none": "BiasGelu", b"tanh": "FastGelu"}
 
 
@@ -114,14 +115,12 @@ def _attribute(node: NodeProto, name: str) -> Any:
 def _node(kind: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> NodeProto:
     while not inputs[-1]:  # trailing inputs that are not there are left out
         inputs = inputs[:-1]
-    return helper.make_node(kind, inputs, outputs, domain=DOMAIN, **attributes)
+    return helper.make_node(kind, inputs, outputs, domain=CONTRIB_DOMAIN, **attributes)
 
 
 def _replace(proto: onnx.ModelProto, fused: Mapping[str, NodeProto | None]) -> None:
     """Put other nodes, or none, in place of the nodes that make some values."""
     graph = proto.graph
-    if fused and DOMAIN not in {entry.domain for entry in proto.opset_import}:
-        proto.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     kept = [fused.get(node.output[0], node) for node in graph.node]
     nodes = [node for node in kept if node is not None]
     made = {name for node in nodes for name in node.output}

@@ -26,9 +26,10 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
+from causal_encoder.export.prepare import CONTRIB_DOMAIN
+
 _LEVELS = 127  # on each side of the zero point
 _ZERO_POINT = 128
-_FUSED_DOMAIN = "com.microsoft"
 _FUSED_CONSTANTS = {"int8.one": np.array(1, np.float32)}
 _CONSTANTS: dict[str, npt.NDArray[Any]] = {
     "int8.axis": np.array([-1], np.int64),
@@ -63,8 +64,6 @@ def quantize_products(proto: onnx.ModelProto, *, fused: bool) -> None:
     proto.graph.node.extend(nodes)
     for name, value in (_CONSTANTS | (_FUSED_CONSTANTS if fused else {})).items():
         proto.graph.initializer.append(numpy_helper.from_array(value, name))
-    if fused:
-        proto.opset_import.append(helper.make_opsetid(_FUSED_DOMAIN, 1))
 
 
 def quantize_matrix(
@@ -88,7 +87,7 @@ def _product(node: onnx.NodeProto, fused: bool) -> list[onnx.NodeProto]:
     zero_point, scales = "int8.zero_point", f"{matrix}.scale"
     if fused:
         inputs = [rounded, matrix, "int8.one", scales, zero_point]
-        multiply = [make("MatMulIntegerToFloat", inputs, product, domain=_FUSED_DOMAIN)]
+        multiply = [make("MatMulIntegerToFloat", inputs, product, domain=CONTRIB_DOMAIN)]
     else:
         multiply = [
             make("MatMulInteger", [rounded, matrix, zero_point], f"{y}.integers"),

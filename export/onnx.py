@@ -10,7 +10,7 @@ import torch
 
 from causal_encoder.errors import ExportError
 from causal_encoder.export.artifact import Facts, facts_of_onnx
-from causal_encoder.export.prepare import prepare
+from causal_encoder.export.prepare import in_a_line, prepare
 from causal_encoder.export.publish import publish
 from causal_encoder.export.trace import OPSETS, trace_onnx
 from causal_encoder.export.verify import Progress
@@ -153,6 +153,7 @@ def _save(proto: onnx.ModelProto, path: Path) -> None:
     # Not proto.ByteSize(), which fails from 2 GiB on.
     if sum(len(tensor.raw_data) for tensor in proto.graph.initializer) <= SINGLE_FILE_LIMIT_BYTES:
         onnx.save_model(proto, path)
+        _check_valid(proto)
     else:
         onnx.save_model(
             proto,
@@ -161,3 +162,14 @@ def _save(proto: onnx.ModelProto, path: Path) -> None:
             location=f"{path.name}.data",
             size_threshold=_INLINE_LIMIT_BYTES,
         )
+        _check_valid(path)
+
+
+def _check_valid(proto: onnx.ModelProto | Path) -> None:
+    """Other runtimes may refuse what ONNX Runtime lets pass, such as a name that is made twice."""
+    try:
+        onnx.checker.check_model(proto)
+    except onnx.checker.ValidationError as error:
+        raise ExportError(
+            f"the exported graph is no valid ONNX, please report it: {in_a_line(error)}"
+        ) from error

@@ -26,6 +26,7 @@ _ALIKE_LIMITS = {
 # The one table of names: example inputs, graph inputs and the manifest are made from it.
 INPUT = Tensor(name="input_ids", dtype="int64", axes=("batch", "sequence"))
 OUTPUT_NAME = "hidden"
+CONTRIB_DOMAIN = "com.microsoft"  # of operators that only ONNX Runtime has
 # The oldest ONNX Runtime that exported files were tested with.
 MIN_ONNXRUNTIME = "1.28.0"
 CONFIG_EXTRA = "config.json"

@@ -15,17 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from causal_encoder.export.artifact import all_nodes
 from causal_encoder.export.chunked import chunk_layers
 from causal_encoder.export.fused_cuda import fuse_bias_gelus, fuse_residual_norms
 from causal_encoder.export.int8 import quantize_products
-from causal_encoder.export.prepare import INPUT, OUTPUT_NAME, extra_files, metadata
+from causal_encoder.export.padded import pad_hidden_rows
+from causal_encoder.export.prepare import (
+    CONTRIB_DOMAIN,
+    INPUT,
+    OUTPUT_NAME,
+    extra_files,
+    metadata,
+)
 from causal_encoder.export.wrapper import DTYPES, OnnxEncoder
 from causal_encoder.model import CausalEncoder
 
 # What is done to the plain graph for a target, in this order.
 _REWRITES: Mapping[str, tuple[Callable[[onnx.ModelProto], None], ...]] = {
     "portable": (),
-    "cpu": (chunk_layers,),
+    "cpu": (pad_hidden_rows, chunk_layers),
     "cuda": (fuse_residual_norms, fuse_bias_gelus),
 }
 OPSETS = range(18, 24)
@@ -62,6 +70,8 @@ def trace_onnx(model: CausalEncoder, opset: int, precision: str, target: str) ->
         quantize_products(proto, fused=target == "cpu")
     for rewrite in _REWRITES[target]:
         rewrite(proto)
+    if any(node.domain == CONTRIB_DOMAIN for node in all_nodes(proto.graph)):
+        proto.opset_import.append(onnx.helper.make_opsetid(CONTRIB_DOMAIN, 1))
     for key, value in metadata(model.config, precision, target).items():
         proto.metadata_props.add(key=key, value=value)
     return proto

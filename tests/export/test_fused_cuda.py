@@ -15,8 +15,7 @@ import torch
 from onnx import numpy_helper
 
 from causal_encoder.export import export_onnx
-from causal_encoder.export.fused_cuda import DOMAIN
-from causal_encoder.export.prepare import prepare
+from causal_encoder.export.prepare import CONTRIB_DOMAIN, prepare
 from causal_encoder.export.trace import trace_onnx
 from causal_encoder.export.wrapper import OnnxEncoder
 from causal_encoder.model import CausalEncoder
@@ -156,9 +155,12 @@ def test_the_portable_graph_has_as_many_operators_a_layer_as_ever() -> None:
 
 def test_the_domain_is_imported_and_no_value_is_declared_that_is_gone(traced: Traced) -> None:
     proto = traced("gelu", "pre")
-    assert {entry.domain: entry.version for entry in proto.opset_import} == {"": 23, DOMAIN: 1}
+    assert {entry.domain: entry.version for entry in proto.opset_import} == {
+        "": 23,
+        CONTRIB_DOMAIN: 1,
+    }
     assert {n.domain for n in proto.graph.node if n.op_type in ("BiasGelu", "Attention")} == {
-        DOMAIN,
+        CONTRIB_DOMAIN,
         "",
     }
     made = {name for node in proto.graph.node for name in node.output}
