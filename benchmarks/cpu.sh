@@ -37,6 +37,6 @@ make_forms a --vocab-size 1000 --d-model 512 --num-heads 8 --num-layers 2 --max-
 make_forms b --vocab-size 50257 --d-model 768 --num-heads 12 --num-layers 12 --max-len 1024
 measure a 1 16,128,512,1024,2048,4096
 measure a 8 128,512
-measure a 32 32
+measure a 32 32,128
 measure b 1 16,128,512,1024
 measure b 8 128

@@ -12,6 +12,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from inspect import isbuiltin
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -138,7 +139,11 @@ def _program_facts(
     nodes = program.graph_module.graph.nodes
     (ids,) = (node for node in nodes if node.name in program.graph_signature.user_inputs)
     return Facts(
-        operators=Counter(str(node.target) for node in nodes if node.op == "call_function"),
+        operators=Counter(
+            getattr(node.target, "__name__", "") if isbuiltin(node.target) else str(node.target)
+            for node in nodes
+            if node.op == "call_function"
+        ),
         metadata=metadata,
         input_axes=tuple(
             name if isinstance(size, torch.SymInt) else int(size)

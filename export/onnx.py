@@ -108,7 +108,7 @@ def _check_form(opset: int, precision: str, target: str) -> None:
     if opset < ATTENTION_OPSET and (precision, target) != ("fp32", "portable"):
         raise ExportError(
             f"{precision} for {target} needs opset {ATTENTION_OPSET}, whose Attention keeps its "
-            f"softmax in float32, but opset {opset} was asked for"
+            f"softmax in float32, but opset {opset} was asked for; leave the opset out"
         )
     if (precision, target) in _WITHOUT_KERNELS:
         raise ExportError(

@@ -95,7 +95,8 @@ def _as_vector(index: int, row: Any) -> npt.NDArray[Any]:
         raise errors.InvalidInputError(f"sequence {index}: {error}") from error
     if array.ndim != 1:
         raise errors.InvalidInputError(
-            f"sequence {index} has shape {array.shape}, expected one axis of ids"
+            f"sequence {index} has shape {array.shape}, expected one axis of ids, as in "
+            "encode([[5, 9], [7]])"
         )
     return array
 
@@ -118,6 +119,8 @@ def _from_array_like(ids: Any) -> npt.NDArray[Any]:
         raise
     except Exception as error:  # array-likes of other libraries raise what they like
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "inhomogeneous" in reason:  # NumPy says in many words that rows differ in length
+            reason = "their rows differ in length"
         raise errors.InvalidInputError(
             f"ids are not a rectangular array of integers ({reason}); "
             "pass rows of different lengths to encode"

@@ -239,6 +239,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         ("run", "bundle", "--ids", "1", "--overflow", "wrap"),
         ("run", "bundle", "--ids", "1", "--device", "CUDA"),
         ("run", "bundle", "extra", "--ids", "1"),
+        ("bench", "bundle", "--plot", "latency.xyz"),
         ("inspect",),
         ("inspect", "bundle", "--json", "extra"),
     ],

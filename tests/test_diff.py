@@ -101,6 +101,7 @@ def test_json_is_pure_and_documented(bundles: Callable[[str], str]) -> None:
 def test_a_bundle_beside_itself_differs_in_nothing(bundles: Callable[[str], str]) -> None:
     result = CliRunner().invoke(main, ["diff", bundles("torchscript"), bundles("torchscript")])
     assert result.exit_code == 0
+    assert result.stdout.startswith(f"A: {bundles('torchscript')}\nB: {bundles('torchscript')}\n")
     assert "are alike" in result.stdout
     assert "difference 0 of" in result.stdout
 

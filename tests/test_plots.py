@@ -74,6 +74,14 @@ def test_one_contestant_alone_has_no_ratios_to_draw(benchmark: Benchmark, tmp_pa
     assert heights[0] < heights[1]
 
 
+def test_what_is_not_stable_is_drawn_hollow(tmp_path: Path) -> None:
+    images = []
+    for stable in (True, False):
+        plot_latency(drawn(stable=stable), tmp_path / "latency.svg")
+        images.append((tmp_path / "latency.svg").read_text())
+    assert ["fill: #ffffff; stroke: #0072b2" in image for image in images] == [False, True]
+
+
 @pytest.mark.parametrize("factor", [1.0, 100.0], ids=["near", "far"])
 def test_many_contestants_batch_sizes_and_a_single_length_are_drawn(
     factor: float, benchmark: Benchmark, tmp_path: Path

@@ -7,6 +7,7 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
+from causal_encoder.errors import ConfigError
 from causal_encoder.files import write_whole
 from causal_encoder.options import check_outputs, device_option, json_option
 from causal_encoder.terminal import positive_list, progress_bar, write_json
@@ -131,7 +132,10 @@ def _check_picture(path: str | None) -> None:
     if path is not None:
         from causal_encoder.plots import check_ending
 
-        check_ending(path)
+        try:
+            check_ending(path)
+        except ConfigError as error:
+            raise click.BadParameter(str(error), param_hint="--plot") from error
 
 
 def _write_text(path: str, text: str) -> None:

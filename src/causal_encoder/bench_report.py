@@ -32,22 +32,23 @@ def print_benchmark(benchmark: Benchmark, console: Console) -> None:
 
 
 def latency_table(benchmark: Benchmark) -> Table:
-    """One row a shape: the median of each contestant, and below it the ratio to the base's."""
+    """A section a shape: the median of each contestant, and the ratio to the base's."""
     base = benchmark.names[0]
     # Text, because names of folders may hold what rich would read as markup.
     table = Table(title=Text(f"Median milliseconds a run\n{benchmark.hardware}"))
     table.caption = Text("\n".join(_captions(benchmark)))
-    for heading in ("batch", "sequence", *benchmark.names):
-        table.add_column(Text(heading), justify="right", overflow="fold")
+    table.add_column("batch x sequence")
+    table.add_column("contestant", overflow="fold")
+    table.add_column("median", justify="right", no_wrap=True)
+    if len(benchmark.names) > 1:
+        table.add_column("ratio to the first", no_wrap=True)
     colors = {base: "green", None: ""}
-    for shape in benchmark.shapes:
-        cells = [Text(text) for text in _shape_cells(benchmark, shape)]
-        for name in benchmark.names:
-            row = benchmark.row(name, *shape)
-            ratio = _ratio(row)
-            color = colors.get(faster(row, base), "red") if ratio else ""
-            cells.append(Text(_short(row.p50_ms)) + Text(f"\n{ratio}" * bool(ratio), color))
-        table.add_row(*cells)
+    for row in benchmark.rows:
+        first, last = (row.contestant == benchmark.names[end] for end in (0, -1))
+        ratio = Text(_ratio(row), colors.get(faster(row, base), "red") if row.ratio else "")
+        median = f"{_short(row.p50_ms)}{'' if row.stable else _UNSTABLE}"
+        cells = [_row_head(row)[0] * first, row.contestant, median]
+        table.add_row(*map(Text, cells), *([ratio] * (len(benchmark.names) > 1)), end_section=last)
     return table
 
 

@@ -293,7 +293,9 @@ def run(
     if (ids is None) == (input_path is None):
         raise click.UsageError("pass either --ids or --input")
     if output_path is not None and output_path.suffix not in (".npy", ".jsonl"):
-        raise click.BadParameter("expected a name in .npy or .jsonl", param_hint="--output")
+        raise click.BadParameter(
+            f"{str(output_path)!r} ends neither in .npy nor in .jsonl", param_hint="--output"
+        )
     check_outputs({"--output": None if output_path is None else str(output_path)})
     rows = road.parse_ids(ids) if ids is not None else road.read_rows(str(input_path))
     session = EncoderSession(bundle, device, overflow=overflow)
@@ -380,7 +382,7 @@ def diff(bundle_a: Path, bundle_b: Path, device: str, as_json: bool) -> None:
     if as_json:
         write_json("-", difference.to_dict())
     else:
-        render.print_difference(difference, Console())
+        render.print_difference(str(bundle_a), str(bundle_b), difference, Console())
     if not difference.parity.passed:
         click.echo(
             f"Error: outputs differ by {difference.parity.largest:.3g}, over "

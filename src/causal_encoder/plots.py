@@ -42,6 +42,7 @@ _FONT = 12
 _WIDE_RATIOS = 4  # from here on a linear axis hides the small ones
 _MOST_LABELS = 9
 _ASIDE = 1.04
+_HOLLOW = "Hollow: did not become stable, or waited for CPUs; not to be relied on."
 
 
 def plot_positions(model: "CausalEncoder", path: str | os.PathLike[str]) -> None:
@@ -70,6 +71,12 @@ def plot_positions(model: "CausalEncoder", path: str | os.PathLike[str]) -> None
     heat, curves = figure.subplots(2, 1, height_ratios=(5, 3))
     _draw_heat_map(heat, table_LD)
     _draw_curves(curves, table_LD[:_CURVE_POSITIONS])
+    figure.supxlabel(
+        "What the model adds to the embedding of the token at each position: every dimension "
+        "above, a few of them as curves below.",
+        fontsize=9,
+        color="#555555",
+    )
     _save(figure, path)
 
 
@@ -121,6 +128,7 @@ def _write_around(
     captions = [
         f"Lines: medians{', their ratios with 95 % intervals' * (len(names) > 1)}. "
         "Bands: 10th to 90th percentile.",
+        "" if all(row.stable for row in benchmark.rows) else _HOLLOW,
         benchmark.conditions,
         benchmark.warning,
     ]
@@ -207,6 +215,9 @@ def _draw_latencies(axes: Axes, benchmark: Benchmark, batch_size: int) -> None:
         rows = _rows(benchmark, name, batch_size)
         lengths = [row.seq_len for row in rows]
         axes.plot(lengths, [row.p50_ms for row in rows], label=name, **style)
+        shaky = [row for row in rows if not row.stable]
+        hollow = style | {"linestyle": "none", "markerfacecolor": "white", "zorder": 3}
+        axes.plot([row.seq_len for row in shaky], [row.p50_ms for row in shaky], **hollow)
         axes.fill_between(
             lengths,
             [row.p10_ms for row in rows],

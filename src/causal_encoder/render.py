@@ -43,8 +43,9 @@ def print_report(report: "Report", console: Console) -> None:
         table.add_column(heading, justify="right" if heading in ("measured", "limit") else "left")
     for check in report.checks:
         result = _RESULTS[check.passed]
-        shown = "{:,.0f} bytes" if check.name in _CHECKS_IN_BYTES else "{:.3g}"
-        numbers = ("" if n is None else shown.format(n) for n in (check.measured, check.limit))
+        numbers = (
+            "" if n is None else _number(check.name, n) for n in (check.measured, check.limit)
+        )
         table.add_row(check.name, result, *numbers)
     console.print(table)
     for check in report.checks:
@@ -58,6 +59,10 @@ def print_report(report: "Report", console: Console) -> None:
         console.print(f"unchecked: {', '.join(names)}: {reason}", markup=False, soft_wrap=True)
     if report.proven:
         console.print(f"proven: {len(report.checks)} checks", highlight=False)
+
+
+def _number(check: str, value: float) -> str:
+    return f"{value:,.0f} bytes" if check in _CHECKS_IN_BYTES else f"{value:.3g}"
 
 
 def print_findings(findings: "Sequence[Finding]", console: Console) -> None:
@@ -105,18 +110,19 @@ def _manifest_rows(manifest: "Manifest") -> Iterator[tuple[str, str]]:
         yield "verified", f"on export: {summary(manifest)}"
         for check in checks:
             if check["measured"] is not None and check["limit"] is not None:
-                yield (
-                    "",
-                    f"{check['name']}: {check['measured']:.3g} of {check['limit']:.3g} allowed",
-                )
+                name = check["name"]
+                measured, limit = (_number(name, check[key]) for key in ("measured", "limit"))
+                yield "", f"{name}: {measured} of {limit} allowed"
 
 
-def print_difference(difference: "Difference", console: Console) -> None:
-    """What differs, row by row; what is alike is left out."""
+def print_difference(a: str, b: str, difference: "Difference", console: Console) -> None:
+    """What differs between two bundles, row by row; what is alike is left out."""
+    for letter, name in (("A", a), ("B", b)):
+        console.print(f"{letter}: {name}", markup=False, highlight=False, soft_wrap=True)
     table = Table("", "A", "B", title="what differs")
-    for name, (a, b) in difference.facts.items():
-        if a != b:
-            table.add_row(*(Text("none" if v is None else str(v)) for v in (name, a, b)))
+    for name, values in difference.facts.items():
+        if values[0] != values[1]:
+            table.add_row(*(Text("none" if v is None else str(v)) for v in (name, *values)))
     console.print(table if table.row_count else "format, versions, sizes and operators are alike")
     table = Table("shape", "A, ms", "B, ms", "B / A", title="median milliseconds a run")
     for row in difference.latency:

@@ -19,6 +19,7 @@ from causal_encoder.export import export_onnx
 from causal_encoder.export.checks import FILE_CHECKS, RUN_CHECKS
 from causal_encoder.export.prepare import prepare
 from causal_encoder.export.subject import open_subject
+from causal_encoder.export.trace import trace_onnx
 from causal_encoder.serve import EncoderSession, open_bundle
 from tests.bundles import POSITIONS, small_model, tampered
 from tests.export.conftest import Exported
@@ -252,6 +253,20 @@ def test_shapes_for_a_file_that_never_runs_on_cuda_are_refused(
 ) -> None:
     with pytest.raises(ExportError, match="warm_up is for CUDA graphs"):
         export_onnx(small_model(), tmp_path / "bundle", warm_up=[(1, 1)], **form)
+
+
+def test_a_graph_that_is_no_valid_onnx_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(*arguments: Any) -> onnx.ModelProto:
+        proto = trace_onnx(*arguments)
+        proto.graph.node.append(proto.graph.node[0])
+        return proto
+
+    monkeypatch.setattr(onnx_module, "trace_onnx", twice)
+    with pytest.raises(ExportError, match=r"no valid ONNX, please report it: .*SSA"):
+        export_onnx(small_model(), tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_large_weights_go_to_one_file_beside_the_graph(

@@ -1,6 +1,7 @@
 """The torch.export file, opened with nothing but torch."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from causal_encoder.export import export_program
+from causal_encoder.serve import open_bundle
 from tests.bundles import POSITIONS, small_model
 from tests.export.conftest import Exported
 
@@ -20,6 +22,14 @@ def test_config_and_limits_travel_in_the_extra_files(
     torch.export.load(bundle / "model.pt2", extra_files=extra)
     assert json.loads(extra["config.json"]) == model.config.to_dict()
     assert json.loads(extra["metadata.json"])["causal_encoder.max_len"] == "17"
+
+
+def test_every_operator_is_listed_by_a_name(exported: Callable[[str, str], Exported]) -> None:
+    _, bundle = exported("program", "sinusoidal")
+    with open_bundle(bundle) as opened:
+        names = opened.manifest.operators
+    assert names["aten.scaled_dot_product_attention.default"] == 2
+    assert [name for name in names if not re.fullmatch(r"[a-zA-Z0-9_.]+", name)] == []
 
 
 @pytest.mark.parametrize("position", POSITIONS)

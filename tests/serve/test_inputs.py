@@ -447,6 +447,17 @@ def test_encode_makes_each_check_over_all_rows_before_the_next(
 # Rows of different lengths.
 
 
+def test_one_row_for_encode_is_told_from_a_list_of_them(session: EncoderSession) -> None:
+    assert "as in encode([[5, 9], [7]])" in refused(InvalidInputError, session.encode, [5, 9])
+
+
+def test_rows_of_different_lengths_are_for_encode(session: EncoderSession) -> None:
+    assert refused(InvalidInputError, session.run, [[5, 9], [7]]) == (
+        "ids are not a rectangular array of integers (their rows differ in length); pass rows of "
+        "different lengths to encode"
+    )
+
+
 def test_encode_equals_running_each_row_alone_in_the_order_given(
     session: EncoderSession, reference: Reference
 ) -> None:
