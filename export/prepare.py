@@ -56,7 +56,7 @@ def prepare(model: CausalEncoder, max_len: int | None = None) -> CausalEncoder:
         with torch.device("cpu"):
             copy = CausalEncoder(config)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds a trace
         raise ExportError(
             f"a model of max_len {config.max_len} cannot be built: {reason}"
         ) from error

@@ -168,10 +168,10 @@ class Subject:
         """The largest error an artifact may have."""
         if self.manifest.precision != "fp32":
             return RELATIVE_ERROR_LIMITS[self.manifest.precision]
-        # Where eager itself is no measure, because it overflows or is far off, nothing is
-        # allowed that a hundredth of the largest output would not cover.
+        # Where eager itself is no measure, because it overflows, is far off, or its outputs are
+        # smaller than the floor, nothing is allowed over a hundredth of the largest output.
         ceiling = EAGER_ERROR_CEILING * float(np.abs(self.reference).max())
-        return min(ceiling + ERROR_FLOOR, self._eager_limit) if np.isfinite(ceiling) else 0.0
+        return min(ceiling, self._eager_limit) if np.isfinite(ceiling) else 0.0
 
     @property
     def invariance_limit(self) -> float:

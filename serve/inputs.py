@@ -35,7 +35,7 @@ def check_batch(ids: Any, manifest: Manifest, overflow: str) -> Ids:
     Raises:
         InputError: one of its four kinds.
     """
-    array = _as_integers(ids)
+    array = _as_integers(ids, "pass rows of different lengths to encode")
     if array.ndim != 2:
         raise errors.invalid_rank(array.shape)
     if array.shape[1] == 0:
@@ -90,7 +90,7 @@ def check_ragged(rows: Iterable[Any], manifest: Manifest, overflow: str) -> list
 
 def _as_vector(index: int, row: Any) -> npt.NDArray[Any]:
     try:
-        array = _as_integers(row)
+        array = _as_integers(row, "pass a flat list of ids for each sequence")
     except errors.InvalidInputError as error:
         raise errors.InvalidInputError(f"sequence {index}: {error}") from error
     if array.ndim != 1:
@@ -101,15 +101,15 @@ def _as_vector(index: int, row: Any) -> npt.NDArray[Any]:
     return array
 
 
-def _as_integers(ids: Any) -> npt.NDArray[Any]:
+def _as_integers(ids: Any, remedy: str) -> npt.NDArray[Any]:
     if type(ids) is not np.ndarray:
-        return _from_array_like(ids)
+        return _from_array_like(ids, remedy)
     if ids.dtype.kind not in "iu":
         raise errors.invalid_dtype(ids.dtype)
     return ids
 
 
-def _from_array_like(ids: Any) -> npt.NDArray[Any]:
+def _from_array_like(ids: Any, remedy: str) -> npt.NDArray[Any]:
     """As NumPy reads it, where NumPy does not pass over a bool, a mask or text."""
     if ids is None or isinstance(ids, str | bytes):
         raise errors.InvalidInputError(f"ids are {type(ids).__name__}, expected integers")
@@ -122,8 +122,7 @@ def _from_array_like(ids: Any) -> npt.NDArray[Any]:
         if "inhomogeneous" in reason:  # NumPy says in many words that rows differ in length
             reason = "their rows differ in length"
         raise errors.InvalidInputError(
-            f"ids are not a rectangular array of integers ({reason}); "
-            "pass rows of different lengths to encode"
+            f"ids are not a rectangular array of integers ({reason}); {remedy}"
         ) from error
     if kinds & {bool, np.bool_}:
         raise errors.invalid_dtype("bool")  # among integers, NumPy would read True as 1

@@ -545,10 +545,25 @@ def test_an_unstable_shape_is_marked() -> None:
     assert r"| 64\* |" in to_markdown(drawn(stable=False), "bench")
 
 
+def test_who_is_faster_is_marked_where_it_rests_on_an_unstable_shape() -> None:
+    said = "eager overtakes onnx fp32 from sequence 512 at batch 8"
+    assert f"{said} *\n" in printed(drawn(stable=False))
+    assert rf"- {said} \*" in to_markdown(drawn(stable=False), "bench").splitlines()
+    assert f"{said}\n" in printed(drawn())
+
+
+def test_a_ratio_of_hundreds_has_no_more_digits_than_its_medians() -> None:
+    benchmark = drawn()
+    far = dataclasses.replace(benchmark.rows[1], ratio=999.494, ratio_low=979.8, ratio_high=1035.7)
+    rows = (benchmark.rows[0], far, *benchmark.rows[2:])
+    assert "999x [980, 1036]" in printed(dataclasses.replace(benchmark, rows=rows))
+
+
 def test_markdown_has_machine_command_table_crossover_and_conditions() -> None:
     lines = to_markdown(drawn(), "causal-encoder bench bundle").splitlines()
     assert lines[0] == "# Latency, 2026-11-30"
-    assert "A processor, 2 threads, governor powersave; fp32 without TF32, torch 1.2.3." in lines
+    assert "A processor, 2 threads, governor powersave; fp32, torch 1.2.3." in lines
+    assert "fp32 without TF32" in dataclasses.replace(drawn(), device="cuda").conditions
     assert "causal-encoder bench bundle" in lines
     assert "| batch | sequence | onnx fp32 | eager |" in lines
     assert "| 8 | 64 | 5 | 6.65, 1.33x [1.30, 1.37] |" in lines
@@ -588,6 +603,13 @@ def test_csv_on_standard_output_is_alone_there() -> None:
     assert "Median milliseconds" in result.stderr
 
 
+@pytest.mark.usefixtures("unmeasured")
+def test_a_page_on_standard_output_is_alone_there() -> None:
+    result = command("bundle", "--seq-len", "64", "--markdown", "-")
+    assert result.stdout == to_markdown(drawn(), "main bench bundle --seq-len 64 --markdown -")
+    assert "Median milliseconds" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -596,7 +618,13 @@ def test_csv_on_standard_output_is_alone_there() -> None:
         pytest.param(("--json", "missing/x.json"), 2, "make it first", id="json"),
         pytest.param(("--csv", "missing/x.csv"), 2, "--csv", id="csv"),
         pytest.param(("--markdown", "missing/x.md"), 2, "--markdown", id="markdown"),
-        pytest.param(("--json", "-", "--csv", "-"), 2, "cannot both be -", id="both"),
+        pytest.param(("--json", "-", "--csv", "-"), 2, "- is taken by --json", id="both"),
+        pytest.param(("--csv", "-", "--markdown", "-"), 2, "- is taken by --csv", id="page"),
+        pytest.param(("--json", "x", "--csv", "./x"), 2, "./x is taken by --json", id="same"),
+        pytest.param(("--json", "loop"), 2, "loop", id="link to itself"),
+        pytest.param(("--seq-len", ""), 2, "whole numbers from 1 on", id="no lengths"),
+        pytest.param(("--batch-size", "1_0"), 2, "whole numbers from 1 on", id="underscore"),
+        pytest.param(("--batch-size", "\u0663"), 2, "whole numbers from 1 on", id="digits"),
         pytest.param(("--against", "jax"), 2, "eager, torchscript, compile, naive", id="rival"),
         pytest.param(("--against", "naive"), 2, "needs --checkpoint", id="checkpoint"),
         pytest.param(("--seq-len", "0"), 2, "whole numbers from 1 on", id="lengths"),
@@ -611,6 +639,7 @@ def test_what_cannot_be_done_is_refused_before_measuring(
 ) -> None:
     monkeypatch.setattr(bench, "run_benchmark", lambda *_, **__: pytest.fail("it measured"))
     monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
     result = command("bundle", *arguments)
     assert (result.exit_code, result.stdout) == (code, "")
     assert words in " ".join(result.stderr.split())

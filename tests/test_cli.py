@@ -306,7 +306,7 @@ def test_new_refuses_a_size_that_cannot_be(
 
 @pytest.mark.parametrize("vocab_size", [10**14, 10**17, 2**70], ids=["memory", "size", "number"])
 def test_new_refuses_a_model_that_fits_no_machine(tmp_path: Path, vocab_size: int) -> None:
-    refused("new", tmp_path / "ckpt", *SMALL, "--vocab-size", vocab_size)
+    assert len(refused("new", tmp_path / "ckpt", *SMALL, "--vocab-size", vocab_size)) < 300
     assert not (tmp_path / "ckpt").exists()
 
 

@@ -79,7 +79,24 @@ def test_what_is_not_stable_is_drawn_hollow(tmp_path: Path) -> None:
     for stable in (True, False):
         plot_latency(drawn(stable=stable), tmp_path / "latency.svg")
         images.append((tmp_path / "latency.svg").read_text())
-    assert ["fill: #ffffff; stroke: #0072b2" in image for image in images] == [False, True]
+    assert [image.count("fill: #ffffff; stroke: #0072b2") for image in images] == [0, 1]
+    # The rival's ratio rests on the base's median too.
+    assert [image.count("fill: #ffffff; stroke: #d55e00") for image in images] == [0, 1]
+
+
+def test_a_name_that_reads_as_mathematics_is_drawn_as_it_is(tmp_path: Path) -> None:
+    name = r"onnx fp32 (x$\bad$y)"
+    benchmark = drawn(contestant=name)
+    entry = dataclasses.replace(benchmark.contestants[0], name=name)
+    rows = tuple(
+        dataclasses.replace(row, contestant=name) if row.contestant == "onnx fp32" else row
+        for row in benchmark.rows
+    )
+    benchmark = dataclasses.replace(
+        benchmark, contestants=(entry, benchmark.contestants[1]), rows=rows
+    )
+    plot_latency(benchmark, tmp_path / "latency.svg")
+    assert f"<!-- {name} -->" in (tmp_path / "latency.svg").read_text()
 
 
 @pytest.mark.parametrize("factor", [1.0, 100.0], ids=["near", "far"])

@@ -130,7 +130,7 @@ class Benchmark:
         """Number formats and versions in one line."""
         precisions = "/".join(dict.fromkeys(entry.precision for entry in self.contestants))
         tools = [f"{name} {number}" for name, number in self.machine.versions.items()]
-        return ", ".join((f"{precisions} without TF32", *tools))
+        return ", ".join((precisions + " without TF32" * (self.device == "cuda"), *tools))
 
     @property
     def warning(self) -> str:
@@ -427,11 +427,17 @@ def measure(
 
 def crossovers(names: Sequence[str], rows: Sequence[Measurement]) -> tuple[Crossover, ...]:
     """One for each batch size and contestant but the first, which is the base."""
-    batch_sizes = dict.fromkeys(row.batch_size for row in rows)
-    return tuple(
-        timing.crossover(
-            names[0], [row for row in rows if (row.contestant, row.batch_size) == (name, batch)]
-        )
-        for batch in batch_sizes
-        for name in names[1:]
-    )
+    base, *rivals = names
+    found = []
+    for batch_size in dict.fromkeys(row.batch_size for row in rows):
+        for rival in rivals:
+            both = [
+                row
+                for row in rows
+                if row.batch_size == batch_size and row.contestant in (base, rival)
+            ]
+            verdict = timing.crossover(base, [row for row in both if row.contestant == rival])
+            if not all(row.stable for row in both):
+                verdict = dataclasses.replace(verdict, text=f"{verdict.text} {timing.UNSTABLE}")
+            found.append(verdict)
+    return tuple(found)

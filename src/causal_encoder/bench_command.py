@@ -8,23 +8,26 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from causal_encoder.errors import ConfigError
-from causal_encoder.files import write_whole
 from causal_encoder.options import check_outputs, device_option, json_option
-from causal_encoder.terminal import positive_list, progress_bar, write_json
+from causal_encoder.terminal import positive_list, progress_bar, write_json, write_text
 
 
 @click.command()
 @click.argument(
     "bundles", metavar="BUNDLE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="Needed for --against.")
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Needed for --against, but for openvino.",
+)
 @click.option("--batch-size", default="1,8", show_default=True, help="Comma-separated.")
 @click.option("--seq-len", help="Comma-separated; 16,64,256,1024 up to max_len if not given.")
 @click.option(
     "--against",
     default="",
     help="Comma-separated, of: eager, torchscript, compile, naive (a plain torch.onnx.export), "
-    "openvino and openvino-bf16 (run the first fp32 ONNX bundle, need no checkpoint).",
+    "openvino and openvino-bf16 (run the first portable fp32 ONNX bundle).",
 )
 @device_option
 @json_option
@@ -37,8 +40,8 @@ from causal_encoder.terminal import positive_list, progress_bar, write_json
 @click.option(
     "--markdown",
     "markdown_path",
-    type=click.Path(dir_okay=False),
-    help="Write a page with command, machine, tables and conditions.",
+    type=click.Path(dir_okay=False, allow_dash=True),
+    help="Write a page with command, machine, tables and conditions; - is standard output.",
 )
 @click.option(
     "--plot",
@@ -80,8 +83,6 @@ def bench(
             raise click.BadParameter(f"{name!r} is not one of {known}", param_hint="--against")
     if set(rivals) - set(bench.OPENVINO) and checkpoint is None:
         raise click.UsageError("--against needs --checkpoint")
-    if json_path == csv_path == "-":
-        raise click.UsageError("--json and --csv cannot both be - for standard output")
     check_outputs(
         {"--json": json_path, "--csv": csv_path, "--markdown": markdown_path, "--plot": plot_path}
     )
@@ -92,22 +93,23 @@ def bench(
             checkpoint,
             batch_sizes=positive_list(batch_size, "--batch-size"),
             seq_lens=(
-                positive_list(seq_len, "--seq-len") if seq_len else bench.usual_seq_lens(bundles)
+                bench.usual_seq_lens(bundles)
+                if seq_len is None
+                else positive_list(seq_len, "--seq-len")
             ),
             against=rivals,
             device=device,
             progress=progress,
         )
-    # With JSON or CSV on standard output, the tables must not mix with it.
-    bench_report.print_benchmark(result, Console(stderr="-" in (json_path, csv_path)))
+    # With a result on standard output, the tables must not mix with it.
+    on_stdout = "-" in (json_path, csv_path, markdown_path)
+    bench_report.print_benchmark(result, Console(stderr=on_stdout))
     if json_path is not None:
         write_json(json_path, result.to_dict())
-    if csv_path == "-":
-        click.echo(bench_report.to_csv(result), nl=False)
-    elif csv_path is not None:
-        _write_text(csv_path, bench_report.to_csv(result))
+    if csv_path is not None:
+        write_text(csv_path, bench_report.to_csv(result))
     if markdown_path is not None:
-        _write_text(markdown_path, bench_report.to_markdown(result, typed(context)))
+        write_text(markdown_path, bench_report.to_markdown(result, typed(context)))
     if plot_path is not None:
         from causal_encoder.plots import plot_latency
 
@@ -136,7 +138,3 @@ def _check_picture(path: str | None) -> None:
             check_ending(path)
         except ConfigError as error:
             raise click.BadParameter(str(error), param_hint="--plot") from error
-
-
-def _write_text(path: str, text: str) -> None:
-    write_whole(path, lambda stream: stream.write(text.encode()))

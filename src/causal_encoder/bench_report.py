@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from causal_encoder.bench import Benchmark
-from causal_encoder.timing import Measurement, faster
+from causal_encoder.timing import UNSTABLE, Measurement, faster
 
-_UNSTABLE = "*"
 _MEMORY = "MiB: memory above the loaded model"
 _DETAILS = ("min", "mean", "p50", "p90", "p95", "p99", "first", "MiB", "runs", "rounds")
 _LEFT_OUT = ("mean", "p95", "rounds")  # on a terminal, where 80 columns are to do
@@ -46,7 +45,7 @@ def latency_table(benchmark: Benchmark) -> Table:
     for row in benchmark.rows:
         first, last = (row.contestant == benchmark.names[end] for end in (0, -1))
         ratio = Text(_ratio(row), colors.get(faster(row, base), "red") if row.ratio else "")
-        median = f"{_short(row.p50_ms)}{'' if row.stable else _UNSTABLE}"
+        median = f"{_short(row.p50_ms)}{'' if row.stable else UNSTABLE}"
         cells = [_row_head(row)[0] * first, row.contestant, median]
         table.add_row(*map(Text, cells), *([ratio] * (len(benchmark.names) > 1)), end_section=last)
     return table
@@ -69,11 +68,9 @@ def to_markdown(benchmark: Benchmark, command: str) -> str:
         f"**{benchmark.warning}**" * bool(benchmark.warning),
         f"{benchmark.hardware}; {benchmark.conditions}.",
         f"```\n{command}\n```",
-        " ".join(("Median milliseconds a run.", *_captions(benchmark))).replace(
-            _UNSTABLE, f"\\{_UNSTABLE}"
-        ),
+        _escaped(" ".join(("Median milliseconds a run.", *_captions(benchmark)))),
         _markdown_table(("batch", "sequence", *benchmark.names), medians, left=0),
-        "\n".join(f"- {crossover.text}" for crossover in benchmark.crossovers),
+        "\n".join(f"- {_escaped(crossover.text)}" for crossover in benchmark.crossovers),
         f"In detail, milliseconds a run; {_MEMORY}:",
         _markdown_table(
             ("shape", "contestant", *_DETAILS),
@@ -122,7 +119,7 @@ def _captions(benchmark: Benchmark) -> list[str]:
         captions.append(f"1.50x [95 % interval] would mean: {base} is 1.5 times as fast.")
     if not all(row.stable for row in benchmark.rows):
         captions.append(
-            f"{_UNSTABLE} did not become stable, or waited for CPUs: not to be relied on, nor is "
+            f"{UNSTABLE} did not become stable, or waited for CPUs: not to be relied on, nor is "
             "what is said of who is faster there."
         )
     return captions
@@ -140,7 +137,7 @@ def _footnotes(benchmark: Benchmark) -> list[str]:
 
 def _shape_cells(benchmark: Benchmark, shape: tuple[int, int]) -> tuple[str, str]:
     stable = all(benchmark.row(name, *shape).stable for name in benchmark.names)
-    return str(shape[0]), f"{shape[1]}{'' if stable else _UNSTABLE}"
+    return str(shape[0]), f"{shape[1]}{'' if stable else UNSTABLE}"
 
 
 def _row_head(row: Measurement) -> tuple[str, str]:
@@ -153,7 +150,7 @@ def _row_details(row: Measurement) -> list[str]:
         *map(_short, (*times_ms, row.cold_ms)),
         "" if row.scratch_mib is None else f"{row.scratch_mib:.1f}",
         str(row.n),
-        f"{row.rounds}{'' if row.stable else _UNSTABLE}",
+        f"{row.rounds}{'' if row.stable else UNSTABLE}",
     ]
 
 
@@ -165,17 +162,28 @@ def _ratio(row: Measurement) -> str:
     """As "1.33x [1.30, 1.37]"; empty for the base."""
     if row.ratio is None:
         return ""
-    return f"{row.ratio:.2f}x [{row.ratio_low:.2f}, {row.ratio_high:.2f}]"
+    assert row.ratio_low is not None
+    assert row.ratio_high is not None
+    return f"{_times(row.ratio)}x [{_times(row.ratio_low)}, {_times(row.ratio_high)}]"
 
 
 def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """The first `left` columns are aligned to the left, the others to the right."""
     rule = ["---" if number < left else "---:" for number in range(len(header))]
     lines = (
-        " | ".join(cell.replace("|", "\\|").replace(_UNSTABLE, f"\\{_UNSTABLE}") for cell in row)
+        " | ".join(_escaped(cell).replace("|", "\\|") for cell in row)
         for row in (header, rule, *rows)
     )
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """For Markdown, where an asterisk begins emphasis."""
+    return text.replace(UNSTABLE, f"\\{UNSTABLE}")
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else _short(ratio)
 
 
 def _short(value: float) -> str:

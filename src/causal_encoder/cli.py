@@ -84,7 +84,8 @@ def new(checkpoint: Path, seed: int, **fields: Any) -> None:
     try:
         model = CausalEncoder(config)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        raise ConfigError(f"a model of these sizes cannot be built: {error}") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds a trace
+        raise ConfigError(f"a model of these sizes cannot be built: {reason}") from error
     save_checkpoint(model, checkpoint)
     count = sum(parameter.numel() for parameter in model.parameters())
     click.echo(f"{checkpoint}: {count:,} parameters, random, seed {seed}")

@@ -30,23 +30,38 @@ def check_outputs(paths: Mapping[str, str | None]) -> None:
     Args:
         paths: the file of each option; None if it was not given, - for standard output.
     """
+    taken: dict[str, str] = {}
     for option, path in paths.items():
-        if path is None or path == "-":
+        if path is None:
             continue
-        target = Path(path).absolute()
+        try:
+            target = Path(path).absolute()
+            real = "standard output" if path == "-" else str(target.resolve())
+        except (OSError, ValueError, RuntimeError) as error:  # a link to itself, a zero byte
+            raise click.BadParameter(f"{path}: {error}", param_hint=option) from error
+        if real in taken and not _is_device(target):
+            raise click.BadParameter(
+                f"{path} is taken by {taken[real]}; choose another", param_hint=option
+            )
+        taken[real] = option
+        if path == "-":
+            continue
         if _is_in_bundle(target):
             raise click.BadParameter(
                 f"{path} is in a bundle, which another file would make invalid; choose another "
                 "folder",
                 param_hint=option,
             )
-        is_device = target.exists() and not target.is_file()
-        if not is_device and not target.parent.is_dir():
+        if not _is_device(target) and not target.parent.is_dir():
             raise click.BadParameter(
                 f"{path}: there is no folder {target.parent}; make it first", param_hint=option
             )
-        if not os.access(target if is_device else target.resolve().parent, os.W_OK):
+        if not os.access(target if _is_device(target) else Path(real).parent, os.W_OK):
             raise click.BadParameter(f"{path} cannot be written", param_hint=option)
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file()
 
 
 def _is_in_bundle(path: Path) -> bool:

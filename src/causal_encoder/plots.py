@@ -19,6 +19,7 @@ from matplotlib.axis import Axis
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
 from causal_encoder.bench import Benchmark
@@ -216,8 +217,7 @@ def _draw_latencies(axes: Axes, benchmark: Benchmark, batch_size: int) -> None:
         lengths = [row.seq_len for row in rows]
         axes.plot(lengths, [row.p50_ms for row in rows], label=name, **style)
         shaky = [row for row in rows if not row.stable]
-        hollow = style | {"linestyle": "none", "markerfacecolor": "white", "zorder": 3}
-        axes.plot([row.seq_len for row in shaky], [row.p50_ms for row in shaky], **hollow)
+        _draw_hollow(axes, [row.seq_len for row in shaky], [row.p50_ms for row in shaky], style)
         axes.fill_between(
             lengths,
             [row.p10_ms for row in rows],
@@ -244,7 +244,11 @@ def _draw_ratios(axes: Axes, benchmark: Benchmark, batch_size: int) -> None:
         middle, low, high = ratios.T
         # A median outside its interval is possible, a bar of negative length is not.
         bars = np.maximum((middle - low, high - middle), 0)
-        axes.errorbar([row.seq_len * aside for row in rows], middle, bars, capsize=4, **style)
+        lengths = np.array([row.seq_len * aside for row in rows])
+        axes.errorbar(lengths, middle, bars, capsize=4, **style)
+        both = ((row, benchmark.row(base, batch_size, row.seq_len)) for row in rows)
+        shaky = np.array([not (row.stable and of_base.stable) for row, of_base in both])
+        _draw_hollow(axes, lengths[shaky], middle[shaky], style)
         edges += [*low, *high]
     if max(edges) > _WIDE_RATIOS * min(edges):
         axes.set_yscale("log")
@@ -254,6 +258,11 @@ def _draw_ratios(axes: Axes, benchmark: Benchmark, batch_size: int) -> None:
     axes.margins(y=0.12)
     axes.set_title(f"above 1: {base} is faster", loc="right", fontsize=10, color="#555555")
     _lengths_below(axes, benchmark)
+
+
+def _draw_hollow(axes: Axes, x: Any, y: Any, style: dict[str, Any]) -> None:
+    """Over the points of a line that are not to be relied on."""
+    axes.plot(x, y, **style | {"linestyle": "none", "markerfacecolor": "white", "zorder": 3})
 
 
 def _rows(benchmark: Benchmark, name: str, batch_size: int) -> list[Measurement]:
@@ -307,4 +316,6 @@ def spread(lengths: Collection[int]) -> list[int]:
 
 def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
     ending = check_ending(path)
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # names of folders may hold what reads as mathematics
     write_whole(path, lambda stream: figure.savefig(stream, format=ending))

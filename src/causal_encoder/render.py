@@ -44,7 +44,7 @@ def print_report(report: "Report", console: Console) -> None:
     for check in report.checks:
         result = _RESULTS[check.passed]
         numbers = (
-            "" if n is None else _number(check.name, n) for n in (check.measured, check.limit)
+            "" if n is None else number(check.name, n) for n in (check.measured, check.limit)
         )
         table.add_row(check.name, result, *numbers)
     console.print(table)
@@ -61,7 +61,8 @@ def print_report(report: "Report", console: Console) -> None:
         console.print(f"proven: {len(report.checks)} checks", highlight=False)
 
 
-def _number(check: str, value: float) -> str:
+def number(check: str, value: float) -> str:
+    """What a check measured, or its limit."""
     return f"{value:,.0f} bytes" if check in _CHECKS_IN_BYTES else f"{value:.3g}"
 
 
@@ -111,7 +112,7 @@ def _manifest_rows(manifest: "Manifest") -> Iterator[tuple[str, str]]:
         for check in checks:
             if check["measured"] is not None and check["limit"] is not None:
                 name = check["name"]
-                measured, limit = (_number(name, check[key]) for key in ("measured", "limit"))
+                measured, limit = (number(name, check[key]) for key in ("measured", "limit"))
                 yield "", f"{name}: {measured} of {limit} allowed"
 
 
@@ -124,7 +125,9 @@ def print_difference(a: str, b: str, difference: "Difference", console: Console)
         if values[0] != values[1]:
             table.add_row(*(Text("none" if v is None else str(v)) for v in (name, *values)))
     console.print(table if table.row_count else "format, versions, sizes and operators are alike")
-    table = Table("shape", "A, ms", "B, ms", "B / A", title="median milliseconds a run")
+    table = Table(
+        "shape", "A, ms", "B, ms", "B / A", title="median milliseconds a run, roughly; see bench"
+    )
     for row in difference.latency:
         shape = f"{row.batch_size} x {row.seq_len}"
         table.add_row(shape, f"{row.a_ms:.3g}", f"{row.b_ms:.3g}", f"{row.ratio:.2f}")

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -96,7 +97,11 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 def write_json(path: str, value: dict[str, Any]) -> None:
     """Into the file, or to standard output for -."""
-    text = json.dumps(value, indent=2) + "\n"
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Into the file, or to standard output for -."""
     if path == "-":
         click.echo(text, nl=False)
     else:
@@ -105,11 +110,10 @@ def write_json(path: str, value: dict[str, Any]) -> None:
 
 def positive_list(text: str, option: str) -> tuple[int, ...]:
     """The numbers of an option such as 1,8; each once, in the order given."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
+    parts = [part.strip() for part in text.split(",")]
+    # int() takes more: 1_0, other digits.
+    numbers = tuple(int(part) for part in parts if re.fullmatch("[0-9]{1,4000}", part))
+    if len(numbers) < len(parts) or min(numbers) < 1:
         raise click.BadParameter(
             f"{text!r} is not a comma-separated list of whole numbers from 1 on", param_hint=option
         )

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+UNSTABLE = "*"  # beside what rests on measurements that are not stable
 STABLE_ROUNDS = 3
 STABLE_SPREAD = 0.05
 SOUND_WAIT = 0.05  # more waiting for a CPU than this makes numbers unsound

@@ -451,6 +451,14 @@ def test_one_row_for_encode_is_told_from_a_list_of_them(session: EncoderSession)
     assert "as in encode([[5, 9], [7]])" in refused(InvalidInputError, session.encode, [5, 9])
 
 
+def test_a_row_that_is_nested_too_deep_is_not_sent_where_it_came_from(
+    session: EncoderSession,
+) -> None:
+    said = refused(InvalidInputError, session.encode, [[[1, 2], [3]]])
+    assert said.startswith("sequence 0: ids are not a rectangular array")
+    assert said.endswith("; pass a flat list of ids for each sequence")
+
+
 def test_rows_of_different_lengths_are_for_encode(session: EncoderSession) -> None:
     assert refused(InvalidInputError, session.run, [[5, 9], [7]]) == (
         "ids are not a rectangular array of integers (their rows differ in length); pass rows of "
