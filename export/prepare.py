@@ -14,6 +14,7 @@ from causal_encoder import __version__
 from causal_encoder.errors import ConfigError, ExportError
 from causal_encoder.model import CausalEncoder, EncoderConfig
 from causal_encoder.serve.manifest import Tensor
+from causal_encoder.serve.placement import first_line
 
 _ALIKE_LENGTH = 16
 # Relative L2 differences; the model may be on a GPU, and in half precision.
@@ -56,9 +57,8 @@ def prepare(model: CausalEncoder, max_len: int | None = None) -> CausalEncoder:
         with torch.device("cpu"):
             copy = CausalEncoder(config)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds a trace
         raise ExportError(
-            f"a model of max_len {config.max_len} cannot be built: {reason}"
+            f"a model of max_len {config.max_len} cannot be built: {first_line(error)}"
         ) from error
     state = model.state_dict()
     for name, tensor in state.items():

@@ -15,7 +15,7 @@ from causal_encoder.bench import Benchmark
 from causal_encoder.errors import CausalEncoderError, ConfigError
 from causal_encoder.plots import plot_latency, plot_positions, spread
 from tests.bundles import small_model
-from tests.test_bench import drawn
+from tests.test_bench import drawn, renamed
 
 
 def pixels(path: Path) -> npt.NDArray[np.uint32]:
@@ -86,16 +86,7 @@ def test_what_is_not_stable_is_drawn_hollow(tmp_path: Path) -> None:
 
 def test_a_name_that_reads_as_mathematics_is_drawn_as_it_is(tmp_path: Path) -> None:
     name = r"onnx fp32 (x$\bad$y)"
-    benchmark = drawn(contestant=name)
-    entry = dataclasses.replace(benchmark.contestants[0], name=name)
-    rows = tuple(
-        dataclasses.replace(row, contestant=name) if row.contestant == "onnx fp32" else row
-        for row in benchmark.rows
-    )
-    benchmark = dataclasses.replace(
-        benchmark, contestants=(entry, benchmark.contestants[1]), rows=rows
-    )
-    plot_latency(benchmark, tmp_path / "latency.svg")
+    plot_latency(renamed(name), tmp_path / "latency.svg")
     assert f"<!-- {name} -->" in (tmp_path / "latency.svg").read_text()
 
 

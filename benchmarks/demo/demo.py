@@ -29,6 +29,7 @@ from causal_encoder.errors import CausalEncoderError
 from causal_encoder.export import export_onnx, export_torchscript
 from causal_encoder.model import CausalEncoder, EncoderConfig, save_checkpoint
 from causal_encoder.plots import plot_latency, plot_positions
+from causal_encoder.render import CHECKS_IN_BYTES
 from causal_encoder.serve import EncoderSession, Manifest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +159,7 @@ def _verification_table(manifests: Mapping[tuple[str, str], Manifest]) -> Table:
 def _verdict(check: Mapping[str, object]) -> str:
     color = "green" if check["passed"] else "red"
     word = "proven" if check["passed"] else "refuted"
-    in_bytes = check["name"] == "stored once"  # the size is a row of its own
+    in_bytes = check["name"] in CHECKS_IN_BYTES  # the size is a row of its own
     shown = word if check["measured"] is None or in_bytes else format(check["measured"], ".1g")
     return f"[{color}]{shown}[/]"
 

@@ -30,13 +30,13 @@ def check_outputs(paths: Mapping[str, str | None]) -> None:
     Args:
         paths: the file of each option; None if it was not given, - for standard output.
     """
-    taken: dict[str, str] = {}
+    taken: dict[Path, str] = {}
     for option, path in paths.items():
         if path is None:
             continue
         try:
             target = Path(path).absolute()
-            real = "standard output" if path == "-" else str(target.resolve())
+            real = Path("-") if path == "-" else target.resolve()
         except (OSError, ValueError, RuntimeError) as error:  # a link to itself, a zero byte
             raise click.BadParameter(f"{path}: {error}", param_hint=option) from error
         if real in taken and not _is_device(target):
@@ -46,7 +46,7 @@ def check_outputs(paths: Mapping[str, str | None]) -> None:
         taken[real] = option
         if path == "-":
             continue
-        if _is_in_bundle(target):
+        if _is_bundle(real.parent):
             raise click.BadParameter(
                 f"{path} is in a bundle, which another file would make invalid; choose another "
                 "folder",
@@ -56,7 +56,7 @@ def check_outputs(paths: Mapping[str, str | None]) -> None:
             raise click.BadParameter(
                 f"{path}: there is no folder {target.parent}; make it first", param_hint=option
             )
-        if not os.access(target if _is_device(target) else Path(real).parent, os.W_OK):
+        if not os.access(target if _is_device(target) else real.parent, os.W_OK):
             raise click.BadParameter(f"{path} cannot be written", param_hint=option)
 
 
@@ -64,9 +64,9 @@ def _is_device(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _is_in_bundle(path: Path) -> bool:
+def _is_bundle(folder: Path) -> bool:
     try:
-        manifest = json.loads((path.resolve().parent / "manifest.json").read_bytes())
+        manifest = json.loads((folder / "manifest.json").read_bytes())
         return {"schema_version", "files", "digest"} <= set(manifest)
     except (OSError, ValueError, TypeError, RecursionError):
         return False

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _RESULTS = {True: "[green]proven[/]", False: "[red]refuted[/]", None: "[yellow]unchecked[/]"}
-_CHECKS_IN_BYTES = {"stored once"}
+CHECKS_IN_BYTES = {"stored once"}
 
 
 def summary(manifest: "Manifest") -> str:
@@ -44,7 +44,7 @@ def print_report(report: "Report", console: Console) -> None:
     for check in report.checks:
         result = _RESULTS[check.passed]
         numbers = (
-            "" if n is None else number(check.name, n) for n in (check.measured, check.limit)
+            "" if n is None else _number(check.name, n) for n in (check.measured, check.limit)
         )
         table.add_row(check.name, result, *numbers)
     console.print(table)
@@ -61,9 +61,8 @@ def print_report(report: "Report", console: Console) -> None:
         console.print(f"proven: {len(report.checks)} checks", highlight=False)
 
 
-def number(check: str, value: float) -> str:
-    """What a check measured, or its limit."""
-    return f"{value:,.0f} bytes" if check in _CHECKS_IN_BYTES else f"{value:.3g}"
+def _number(check: str, value: float) -> str:
+    return f"{value:,.0f} bytes" if check in CHECKS_IN_BYTES else f"{value:.3g}"
 
 
 def print_findings(findings: "Sequence[Finding]", console: Console) -> None:
@@ -112,7 +111,7 @@ def _manifest_rows(manifest: "Manifest") -> Iterator[tuple[str, str]]:
         for check in checks:
             if check["measured"] is not None and check["limit"] is not None:
                 name = check["name"]
-                measured, limit = (number(name, check[key]) for key in ("measured", "limit"))
+                measured, limit = (_number(name, check[key]) for key in ("measured", "limit"))
                 yield "", f"{name}: {measured} of {limit} allowed"
 
 
